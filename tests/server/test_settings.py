@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -41,7 +42,7 @@ def toml(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def problems(config: Path | None = None, **flags: object) -> list[str]:
+def problems(config: Path | None = None, **flags: Any) -> list[str]:
     with pytest.raises(BadSettings) as caught:
         Settings.load(config, **flags)
     return caught.value.problems
@@ -148,7 +149,7 @@ def test_variables_that_other_parts_read_are_not_settings_and_no_errors(monkeypa
         ({"tier_options": {"ssd": {}}}, "tiers does not name 'ssd'"),
     ],
 )
-def test_a_bad_value_is_refused_with_a_line_that_says_what_to_do(flags: dict[str, object], words: str) -> None:
+def test_a_bad_value_is_refused_with_a_line_that_says_what_to_do(flags: dict[str, Any], words: str) -> None:
     (line,) = problems(**flags)
     assert words in line
 
