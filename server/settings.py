@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import json
 import os
 import re
 import tomllib
@@ -239,6 +240,15 @@ class Settings(BaseSettings):
         """Each value as text that a TOML file or a flag would take."""
         return {name: _show(name, getattr(self, name)) for name in type(self).model_fields}
 
+    def as_toml(self) -> str:
+        """A TOML file that gives these settings; those at their default stand in it as comments."""
+        lines = []
+        for name, field in type(self).model_fields.items():
+            value = self.shown()[name] if _kind(name) else self.model_dump(mode="json")[name]
+            mark = "# " if self.provenance()[name] == "default" else ""
+            lines += [f"# {field.description}", f"{mark}{name} = {_toml(value)}", ""]
+        return "\n".join(lines[:-1]) + "\n"
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -417,18 +427,31 @@ def _explain(error: Any, origins: Mapping[str, str]) -> str:
     return f"{name} = {error['input']!r} ({origin}) {message}"
 
 
-def _show(name: str, value: object) -> str:
-    extra = Settings.model_fields[name].json_schema_extra
-    kinds = [extra] + [getattr(part, "json_schema_extra", None) for part in Settings.model_fields[name].metadata]
-    kind = next((found["kind"] for found in kinds if isinstance(found, dict) and "kind" in found), None)
-    if kind == "bytes" and isinstance(value, int):
+def _kind(name: str) -> object:
+    """How a setting is written where that isn't its plain value: "bytes", "mode" or None."""
+    field = Settings.model_fields[name]
+    extras = [field.json_schema_extra] + [getattr(part, "json_schema_extra", None) for part in field.metadata]
+    return next((extra["kind"] for extra in extras if isinstance(extra, dict) and "kind" in extra), None)
+
+
+def _show(name: str, value: Any) -> str:
+    if _kind(name) == "bytes":
         return format_bytes(value)
-    if kind == "mode" and isinstance(value, int):
+    if _kind(name) == "mode":
         return f"{value:04o}"
     if name == "http_port" and value == -1:
         return "off"
     if isinstance(value, tuple):
         return ",".join(value)
     if isinstance(value, dict):
-        return str({key: part.model_dump() if isinstance(part, BaseModel) else part for key, part in value.items()})
+        return _toml({key: part.model_dump() if isinstance(part, BaseModel) else part for key, part in value.items()})
     return str(value)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml(str(key))} = {_toml(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    # JSON's strings, numbers and booleans are TOML's; \x7f alone must be escaped in one and not in the other.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,24 @@ def test_what_is_shown_can_be_given_back_as_settings() -> None:
     settings = Settings.load(ram_bytes="96MiB", extent_bytes="32MiB", tiers=["a"], http_port="off", socket_mode="0640")
     shown = {name: text for name, text in settings.shown().items() if name not in ("domains", "tier_options")}
     assert Settings.load(None, **shown).model_dump() == settings.model_dump()
+
+
+def test_settings_written_as_toml_read_back_the_same_and_defaults_stay_comments(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "ram_bytes": "96MiB",
+        "extent_bytes": "32MiB",
+        "tiers": ["disk"],
+        "tier_options": {"disk": {"path": 'C:\\odd "name" \x7f é', "depth": [1, 2], "sync": True}},
+        "domains": {"default/7": {"read_only": True}},
+        "http_port": "off",
+        "socket_mode": "0640",
+    }
+    settings = Settings.load(**given)
+    text = settings.as_toml()
+    assert set(tomllib.loads(text)) == set(given)
+    assert Settings.load(toml(tmp_path, text)).model_dump() == settings.model_dump()
+    everything = "".join(line.removeprefix("# ") + "\n" for line in text.splitlines() if " = " in line)
+    assert set(tomllib.loads(everything)) == set(Settings.model_fields)
 
 
 @pytest.mark.parametrize(

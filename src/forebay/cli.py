@@ -1,0 +1,367 @@
+"""The `forebay` command: typed options in, tables or JSON out, exit codes that scripts can trust.
+
+Every command does its work elsewhere (forebay.serving, forebay.clients, forebay.bench_*), imported when it is run, so
+that `forebay --help` stays quick. Always true: results go to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from forebay import __version__
+from forebay.kvstore.errors import DaemonTimeout, DaemonUnavailable, ForebayError
+
+if TYPE_CHECKING:
+    from forebay.clients import Client
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_NO_DAEMON, EXIT_UNHEALTHY = range(5)
+EXIT_CODES = """[bold]Exit codes[/bold]  0 done · 1 failed · 2 wrong usage or settings · 3 no daemon answers \
+· 4 the daemon answers and is not healthy or not ready · 128+n ended by signal n"""
+
+app = typer.Typer(
+    name="forebay",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Holds KV blocks in front of inference engines, so that a prefix computed once is never computed again when
+    loading it is cheaper.
+
+    [bold]Start here[/bold]
+
+      forebay serve                 run the daemon in the foreground
+
+      forebay status                is it well?
+
+      forebay stats tiers.ram       what has it done?
+
+      forebay config                which settings hold, and where each came from""",
+    epilog=EXIT_CODES,
+)
+bench_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="""Measure this machine. Each command starts its own daemon and stops it again.
+
+    Example:  forebay bench local --json""",
+    epilog=EXIT_CODES,
+)
+app.add_typer(bench_app, name="bench")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+ConfigPath = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file with settings.")]
+SocketPath = Annotated[
+    Path | None, typer.Option("--socket", metavar="PATH", help="The daemon's socket. [dim]FOREBAY_SOCKET[/dim]")
+]
+Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0.01, help="Longest wait for an answer.")]
+
+
+def main() -> None:
+    """Entry point of the `forebay` script."""
+    app()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"forebay {__version__}")
+        raise typer.Exit(EXIT_OK)
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(epilog=EXIT_CODES)
+def serve(
+    config: ConfigPath = None,
+    socket: Annotated[Path | None, typer.Option(metavar="PATH", help="Unix socket for engines.")] = None,
+    socket_mode: Annotated[str | None, typer.Option(metavar="OCTAL", help="Who may connect, such as 0660.")] = None,
+    ram_bytes: Annotated[str | None, typer.Option(metavar="SIZE", help="Most memory for blocks, such as 8GiB.")] = None,
+    http_host: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Loopback address of the HTTP door.")] = None,
+    http_port: Annotated[
+        str | None, typer.Option(metavar="PORT", help="HTTP port; 0 takes a free one, off closes the door.")
+    ] = None,
+    tiers: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Tiers below ram, fastest first, with commas.")
+    ] = None,
+    write_policy: Annotated[
+        str | None, typer.Option(metavar="POLICY", help="clean_ahead, write_through or write_back.")
+    ] = None,
+    drain_s: Annotated[float | None, typer.Option(metavar="SECONDS", help="Longest drain on SIGTERM.")] = None,
+    log_level: Annotated[str | None, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")] = None,
+    log_format: Annotated[str | None, typer.Option(metavar="FORM", help="text or json, on stderr.")] = None,
+) -> None:
+    """Run the daemon in the foreground.
+
+    Settings come from these flags, then FOREBAY_... variables, then a TOML file, then defaults; the flags are the
+    settings one changes most, and `forebay config` lists all of them.
+
+    [bold]Examples[/bold]
+
+      forebay serve --ram-bytes 8GiB
+
+      forebay serve --config /etc/forebay/config.toml --log-format json
+
+      FOREBAY_RAM_BYTES=2GiB forebay serve --http-port 0
+
+    SIGTERM or SIGINT drains and exits with 0; a second one exits at once.
+    """
+    flags = {name: value for name, value in locals().items() if name != "config"}
+    with _reported(as_json=False):
+        from forebay import serving
+        from forebay.server.settings import Settings
+
+        serving.run(Settings.load(config, **flags))
+
+
+@app.command(epilog=EXIT_CODES)
+def status(socket: SocketPath = None, timeout: Timeout = 5.0, as_json: AsJson = False) -> None:
+    """Say whether the daemon is well, and if not, why.
+
+    [bold]Example[/bold]  forebay status && start-my-engine
+    """
+    with _reported(as_json), _client(socket, timeout) as client:
+        found = client.stats()
+        health = found["health"]
+        if as_json:
+            _print_json(health)
+        else:
+            state = "well" if health["ok"] and health["ready"] else "NOT READY" if health["ok"] else "NOT WELL"
+            facts = {"state": state} | {f"reason {at}": why for at, why in enumerate(health["reasons"], 1)}
+            facts |= {name: value for name, value in found.items() if isinstance(value, str | int | float)}
+            facts |= {name: value for name, value in health.items() if name not in ("ok", "ready", "reasons")}
+            _print_table(facts.items())
+        if not (health["ok"] and health["ready"]):
+            raise typer.Exit(EXIT_UNHEALTHY)
+
+
+@app.command(epilog=EXIT_CODES)
+def stats(
+    section: Annotated[str, typer.Argument(help="Only this part, such as tiers.ram.")] = "",
+    socket: SocketPath = None,
+    timeout: Timeout = 5.0,
+    as_json: AsJson = False,
+) -> None:
+    """Print the daemon's counters and gauges; /metrics has the same ones.
+
+    [bold]Examples[/bold]
+
+      forebay stats tiers.ram
+
+      forebay stats --json | jq .sessions
+    """
+    with _reported(as_json), _client(socket, timeout) as client:
+        found: Any = client.stats()
+        for part in filter(None, section.split(".")):
+            if not isinstance(found, Mapping) or part not in found:
+                there = ", ".join(found) if isinstance(found, Mapping) else "a single value"
+                raise typer.BadParameter(f"no section {part!r} in {section!r}: there is {there}")
+            found = found[part]
+        if as_json:
+            _print_json(found)
+        else:
+            _print_table(flatten(found, section))
+
+
+@app.command(epilog=EXIT_CODES)
+def explain(
+    namespace: Annotated[str, typer.Argument(help="Namespace id, 32 hex digits.")],
+    keys: Annotated[list[str], typer.Argument(help="Block keys, 32 hex digits each; - reads them from stdin.")],
+    socket: SocketPath = None,
+    timeout: Timeout = 5.0,
+    as_json: AsJson = False,
+) -> None:
+    """Say for each block where it is, or why it isn't anywhere.
+
+    Token ids are user text and are never shown.
+
+    [bold]Example[/bold]  forebay explain 5f0c…e1 91ab…07 22d4…c9
+    """
+    with _reported(as_json):
+        if keys == ["-"]:
+            keys = sys.stdin.read().split()
+        wanted = [_hex_id("KEYS", key) for key in keys]
+        space = _hex_id("NAMESPACE", namespace)
+        with _client(socket, timeout) as client:
+            found = client.explain(space, wanted)
+        if as_json:
+            _print_json(found)
+        else:
+            _print_rows(found)
+
+
+@app.command(epilog=EXIT_CODES)
+def config(
+    config: ConfigPath = None,
+    toml: Annotated[bool, typer.Option("--toml", help="Print a TOML file to start from.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check the settings and show which hold, and where each came from.
+
+    [bold]Examples[/bold]
+
+      forebay config --config forebay.toml      check a file before a restart
+
+      forebay config --toml > forebay.toml      start a file of your own
+    """
+    with _reported(as_json):
+        from forebay.server.settings import Settings
+
+        settings = Settings.load(config)
+        shown, origins = settings.shown(), settings.provenance()
+        if toml:
+            print(settings.as_toml(), end="")
+        elif as_json:
+            values = settings.model_dump(mode="json")
+            _print_json({name: {"value": values[name], "origin": origins[name]} for name in values})
+        else:
+            rows = (
+                {"setting": name, "value": shown[name], "from": origins[name], "meaning": field.description}
+                for name, field in Settings.model_fields.items()
+            )
+            _print_rows(list(rows))
+
+
+Quick = Annotated[bool, typer.Option("--quick", help="Few and small rounds: does it work, not how fast.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; figures are medians over them.")]
+
+
+@bench_app.command(epilog=EXIT_CODES)
+def local(
+    quick: Quick = False,
+    rounds: Rounds = 15,
+    size_mib: Annotated[int, typer.Option(min=1, help="Bytes moved in a round, in MiB.")] = 1024,
+    as_json: AsJson = False,
+) -> None:
+    """Put, get, acquire and round trips through a daemon, beside a plain memory copy.
+
+    [bold]Example[/bold]  forebay bench local --json > local.json
+    """
+    _bench("local", as_json, quick=quick, rounds=rounds, size_mib=size_mib)
+
+
+@bench_app.command(epilog=EXIT_CODES)
+def index(
+    quick: Quick = False,
+    rounds: Rounds = 1000,
+    as_json: AsJson = False,
+) -> None:
+    """Match, acquire and eviction times, memory and pauses at 10^4, 10^5 and 10^6 blocks.
+
+    [bold]Example[/bold]  forebay bench index --quick
+    """
+    _bench("index", as_json, quick=quick, rounds=rounds)
+
+
+def _bench(name: str, as_json: bool, **options: object) -> None:
+    with _reported(as_json):
+        found = importlib.import_module(f"forebay.bench_{name}").run(**options)
+        if as_json:
+            _print_json(found)
+        else:
+            _print_table(flatten(found))
+
+
+@contextmanager
+def _client(socket: Path | None, timeout_s: float) -> Iterator[Client]:
+    from forebay.clients import Client
+
+    with Client(socket, timeout_s=timeout_s) as client:
+        yield client
+
+
+@contextmanager
+def _reported(as_json: bool) -> Iterator[None]:
+    """Turn the errors a user can act on into a line and an exit code; let bugs show their traceback."""
+    try:
+        yield
+    except (DaemonUnavailable, DaemonTimeout) as exc:
+        _fail(
+            as_json, EXIT_NO_DAEMON, f"{exc}. Is `forebay serve` running? --socket or FOREBAY_SOCKET names its socket."
+        )
+    except ForebayError as exc:
+        _fail(as_json, EXIT_FAILED, str(exc))
+    except ValueError as exc:
+        if not hasattr(exc, "problems"):  # forebay.server.settings.BadSettings, not imported for every command
+            raise
+        _fail(as_json, EXIT_USAGE, str(exc))
+    except OSError as exc:
+        _fail(as_json, EXIT_FAILED, str(exc))
+
+
+def _fail(as_json: bool, code: int, message: str) -> None:
+    if as_json:
+        _print_json({"error": {"exit_code": code, "message": message}})
+    for line in message.splitlines():
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[red]forebay:[/red] {escape(line)}")
+    raise typer.Exit(code)
+
+
+def _hex_id(name: str, text: str) -> bytes:
+    try:
+        found = bytes.fromhex(text)
+    except ValueError:
+        found = b""
+    if len(found) != 16:
+        raise typer.BadParameter(f"{text!r} is not 32 hex digits", param_hint=name)
+    return found
+
+
+def flatten(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
+    """The leaves of nested mappings with their dotted paths."""
+    if isinstance(value, Mapping) and value:
+        for key, part in value.items():
+            yield from flatten(part, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _console() -> Console:
+    # Piped, a table as wide as its content: a cut-off key is of no use to the next program.
+    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=10_000)
+
+
+def _print_table(rows: Iterable[tuple[str, Any]]) -> None:
+    table = Table.grid(padding=(0, 3))
+    for name, value in rows:
+        table.add_row(escape(name), escape(_text(value)))
+    _console().print(table)
+
+
+def _print_rows(rows: list[dict[str, Any]]) -> None:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(*columns, box=None, padding=(0, 3, 0, 0), pad_edge=False)
+    for row in rows:
+        table.add_row(*(escape(_text(row.get(name, ""))) for name in columns))
+    _console().print(table)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return value if isinstance(value, str) else json.dumps(value)
