@@ -1,0 +1,871 @@
+"""The ram tier: objects in shared memory that engines on this node map.
+
+Covers size classes, slots, eviction and evacuation, and the byte accounts. Extents come from tiers/extents.py, rows and links
+from kvstore/index.py, order of eviction from kvstore/policy.py; sessions, leases by id and liveness are the server's.
+Always true: free + cached + allocated + quarantined bytes = memory of the tier; a slot is handed out again only after its
+generation on the board has changed.
+
+One `RamTier` a daemon; one `RamDomain` a trust domain, and that is what passes the Tier contract. All calls belong to one
+thread, the event loop's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from forebay.kvstore.errors import BlockCorrupt, InvariantViolation, TierClosed, TierFull, TierTimeout
+from forebay.kvstore.index import ABSENT, Index, RowArray, State, Table
+from forebay.kvstore.policy import Clock, LeafFirstLru
+from forebay.kvstore.tier import Borrow, Buffer, ObjectKey, Reservation, WritableBuffer
+from forebay.kvstore.wire import SlotStatus
+from forebay.tiers.extents import (
+    MIN_SLOT_BYTES,
+    Board,
+    Extent,
+    ExtentPool,
+    available_memory_bytes,
+    forbid_new_writable_mappings,
+)
+
+Places: TypeAlias = list[tuple[Extent, npt.NDArray[np.int64]]]
+_PAGE: Final = 4096
+_LARGE_OBJECT: Final = 64 << 10
+_MAX_PARKED_A_CALL: Final = 4096  # rows that eviction may find busy before it gives up for this call
+
+
+def stride_of(object_bytes: int) -> int:
+    """Bytes between slots: whole pages for large objects (direct I/O, DMA), 64-byte lines for small ones."""
+    unit = _PAGE if object_bytes >= _LARGE_OBJECT else 64
+    return max(MIN_SLOT_BYTES, -(-object_bytes // unit) * unit)
+
+
+@dataclass
+class RamCounters:
+    """What happened to objects, since start."""
+
+    evicted: int = 0
+    evicted_dirty: int = 0  # of these: the only copy
+    moved: int = 0  # relocated by an evacuation
+    evacuations: int = 0
+    refused: int = 0  # objects of an allocate that found no room
+    corrupt: int = 0
+    deleted: int = 0
+
+
+class SizeClass:
+    """Slots of one stride in one domain."""
+
+    __slots__ = ("domain", "evictions_until_check", "extents", "open", "policy", "stride")
+
+    def __init__(self, domain: RamDomain, stride: int) -> None:
+        index = domain.tier.index
+        self.domain = domain
+        self.stride = stride
+        self.policy = LeafFirstLru(index.stamp, index.parked, domain.tier.clock)
+        self.extents: list[Extent] = []
+        self.open: list[Extent] = []  # those with free slots
+        self.evictions_until_check = 0
+
+    @property
+    def free_slots(self) -> int:
+        return sum(extent.free_count for extent in self.open)
+
+
+@dataclass
+class Allocation:
+    """Answer to `allocate`: statuses, one byte an object, and rows, ABSENT where the caller writes nothing."""
+
+    statuses: bytes
+    rows: RowArray
+    table: Table
+
+
+@dataclass
+class _Parts:
+    """Progress of an object that several sessions write: bit masks of the parts taken and whole."""
+
+    owned: int
+    done: int = 0
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """Bytes of the tier by state. `retired` is memory of dropped extents that some client still maps."""
+
+    total: int
+    free: int
+    cached: int
+    allocated: int
+    quarantined: int
+    retired: int
+
+
+class RamTier:
+    """The memory of one daemon, shared by its trust domains."""
+
+    def __init__(
+        self,
+        *,
+        capacity_bytes: int,
+        extent_bytes: int = 64 << 20,
+        reserve_bytes: int = 0,
+        name: str = "ram",
+        available: Callable[[], int] = available_memory_bytes,
+        on_gone: Callable[[Table, list[bytes], str], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            capacity_bytes: budget; rounded down to whole extents.
+            reserve_bytes: memory that growth leaves to the machine.
+            on_gone: told of objects of one table that left: (table, keys, "evicted" | "corrupt" | "deleted").
+        """
+        if capacity_bytes < extent_bytes:
+            raise ValueError(
+                f"ram of {capacity_bytes} bytes is less than one extent of {extent_bytes}: raise ram_bytes"
+            )
+        self.name = name
+        self.extent_bytes = extent_bytes
+        self.pool = ExtentPool(
+            capacity_bytes=capacity_bytes,
+            extent_bytes=extent_bytes,
+            reserve_bytes=reserve_bytes,
+            available=available,
+            name=name,
+        )
+        self.capacity_bytes = self.pool.max_extents * extent_bytes
+        slots = self.capacity_bytes // MIN_SLOT_BYTES
+        self.index = Index(slots + slots // 4 + 1024, on_leaf=self._on_leaf)
+        self.clock = Clock()
+        self.counters = RamCounters()
+        self.domains: dict[str, RamDomain] = {}
+        self.class_of_table: list[SizeClass] = []
+        self.on_gone = on_gone
+        self.cached_bytes = 0
+        self.allocated_bytes = 0
+        self.quarantined_bytes = 0
+        self.retired: dict[int, Extent] = {}  # by extent number: dropped, but mapped by some client
+        self._next_generation = 1
+        self.closed = False
+
+    def domain(self, name: str, *, read_only: bool = False) -> RamDomain:
+        """The trust domain of that name, made on first use."""
+        found = self.domains.get(name)
+        if found is None:
+            found = self.domains[name] = RamDomain(self, name, read_only=read_only)
+        return found
+
+    def take_generations(self, count: int) -> int:
+        first = self._next_generation
+        self._next_generation += count
+        return first
+
+    def _on_leaf(self, row: int) -> None:
+        if self.index.evictable(row):
+            self.class_of_table[self.index.table.item(row)].policy.unpark(row)
+
+    def tell_gone(self, rows: RowArray, why: str) -> None:
+        if self.on_gone is not None:
+            numbers = self.index.table[rows]
+            for number in np.unique(numbers).tolist():
+                self.on_gone(self.index.tables[number], self.index.key[rows[numbers == number]].tolist(), why)
+
+    def accounting(self) -> Accounting:
+        in_use = self.pool.made * self.extent_bytes - len(self.retired) * self.extent_bytes
+        return Accounting(
+            total=self.pool.made * self.extent_bytes,
+            free=in_use - self.cached_bytes - self.allocated_bytes - self.quarantined_bytes,
+            cached=self.cached_bytes,
+            allocated=self.allocated_bytes,
+            quarantined=self.quarantined_bytes,
+            retired=len(self.retired) * self.extent_bytes,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        classes = [
+            {"domain": domain.name, "stride_bytes": stride, "extents": len(c.extents), "free_slots": c.free_slots}
+            for domain in self.domains.values()
+            for stride, c in domain.classes.items()
+        ]
+        return {
+            "capacity_bytes": self.capacity_bytes,
+            "bytes": asdict(self.accounting()),
+            "objects": sum(table.visible for table in self.index.tables),
+            "ghosts": self.index.ghosts,
+            "refused_growth": self.pool.refused_growth,
+            "counters": asdict(self.counters),
+            "classes": classes,
+        }
+
+    def audit(self) -> None:
+        """Recompute the accounts from the slots themselves. Raises InvariantViolation. O(memory): for tests."""
+        self.index.check()
+        seen = dict.fromkeys(State, 0)
+        extents = 0
+        for domain in self.domains.values():
+            extents += len(domain.spare)
+            for size_class in domain.classes.values():
+                for extent in size_class.extents:
+                    extents += 1
+                    used = np.flatnonzero(extent.rows >= 0)
+                    if len(used) + extent.free_count != extent.slot_count:
+                        raise InvariantViolation(f"extent {extent.number}: used and free slots don't add up")
+                    rows = extent.rows[used].astype(np.int64)
+                    if (
+                        len(rows)
+                        and (self.index.offset[rows] != used.astype(np.uint64) * np.uint64(extent.stride)).any()
+                    ):
+                        raise InvariantViolation(f"extent {extent.number}: a row's place is not the slot that names it")
+                    for state in State:
+                        seen[state] += int(np.count_nonzero(self.index.state[rows] == state)) * size_class.stride
+        if (seen[State.VISIBLE], seen[State.WRITING], seen[State.DETACHED]) != (
+            self.cached_bytes,
+            self.allocated_bytes,
+            self.quarantined_bytes,
+        ):
+            raise InvariantViolation(f"byte accounts differ from the slots: {seen}, {self.accounting()}")
+        if seen[State.FREE] or seen[State.GHOST]:
+            raise InvariantViolation("a slot belongs to a row that has no place")
+        if extents + len(self.pool.ready) + len(self.retired) != self.pool.made:
+            raise InvariantViolation("extents are missing from the account")
+
+    def unmapped(self, number: int, session: object) -> None:
+        """A session (or its process, by ending) gave up a mapping; a retired extent goes with its last one."""
+        extent = self.retired.get(number)
+        if extent is not None:
+            extent.mapped_by.discard(session)
+            if not extent.mapped_by:
+                del self.retired[number]
+                self.pool.forget()
+
+    async def aclose(self) -> None:
+        """Stop growing and release all memory. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        await self.pool.aclose()
+        for domain in self.domains.values():
+            domain.close_memory()
+        self.domains.clear()
+
+
+class RamDomain:
+    """One trust domain's objects. A Tier; also SupportsPresence, SupportsListing and SupportsSlots."""
+
+    def __init__(self, tier: RamTier, name: str, *, read_only: bool) -> None:
+        self.tier = tier
+        self.name = tier.name
+        self.domain_name = name
+        self.read_only = read_only
+        self.capacity_bytes = tier.capacity_bytes
+        # Twice the budget's extents: retired ones keep their position until no client maps them.
+        self.board = Board(2 * tier.pool.max_extents + 16, tier.extent_bytes // MIN_SLOT_BYTES)
+        self.tables: dict[tuple[bytes, int], Table] = {}
+        self.classes: dict[int, SizeClass] = {}
+        self.extents: dict[int, Extent] = {}
+        self.spare: list[Extent] = []  # empty, known to this domain's clients: for this domain only
+        self.newly_retired: list[int] = []  # every number retired so far that some client may still map
+        self._parts: dict[int, _Parts] = {}
+        self._evacuating: Extent | None = None  # being emptied: takes no new objects
+
+    # --- tables and memory ------------------------------------------------------------------------------------------
+
+    def table(self, namespace: bytes, group: int, object_bytes: int) -> Table:
+        """The table of a namespace's group, made on first use.
+
+        Raises: ValueError if it exists for another object size; TierFull if such an object can never fit.
+        """
+        found = self.tables.get((namespace, group))
+        if found is None:
+            stride = stride_of(object_bytes)
+            if stride > self.tier.extent_bytes:
+                raise TierFull(
+                    f"an object of {object_bytes} bytes does not fit an extent of {self.tier.extent_bytes}: raise extent_bytes",
+                    tier=self.name,
+                    need_bytes=object_bytes,
+                    free_bytes=self.tier.extent_bytes,
+                )
+            found = self.tables[(namespace, group)] = self.tier.index.add_table(namespace, group, object_bytes)
+            if stride not in self.classes:
+                self.classes[stride] = SizeClass(self, stride)
+            self.tier.class_of_table.append(self.classes[stride])
+        elif found.object_bytes != object_bytes:
+            raise ValueError(f"objects of this namespace have {found.object_bytes} bytes, not {object_bytes}")
+        return found
+
+    def object_view(self, row: int) -> memoryview:
+        """The bytes of a row's place, header and payload, writable."""
+        index = self.tier.index
+        offset = index.offset.item(row)
+        size = self.tier.index.tables[index.table.item(row)].object_bytes
+        return self.extents[index.extent.item(row)].memory[offset : offset + size]
+
+    def _adopt(self, size_class: SizeClass, extent: Extent) -> None:
+        if extent.position < 0:
+            extent.position = self.board.take_position()
+            extent.board_base = extent.position * self.board.slots_per_position
+            if self.read_only:
+                forbid_new_writable_mappings(extent.fd)
+        self.extents[extent.number] = extent
+        extent.format(size_class.stride)
+        size_class.extents.append(extent)
+        size_class.open.append(extent)
+
+    def _release_extent(self, size_class: SizeClass, extent: Extent, *, to_others: bool) -> None:
+        """An emptied extent leaves its class, for this domain's spare or, made anew, for others."""
+        size_class.extents.remove(extent)
+        if extent in size_class.open:
+            size_class.open.remove(extent)
+        if not to_others:
+            self.spare.append(extent)
+        elif not extent.mapped_by and not self.read_only:
+            self._forget_extent(extent)
+            self.tier.pool.give(extent)  # never mapped by a client: nobody can touch it
+        else:
+            self._retire(extent)
+
+    def _forget_extent(self, extent: Extent) -> None:
+        del self.extents[extent.number]
+        self.board.give_position(extent.position)
+        extent.position = -1
+
+    def _retire(self, extent: Extent) -> None:
+        self._forget_extent(extent)
+        self.newly_retired.append(extent.number)
+        extent.close()
+        if extent.mapped_by:
+            self.tier.retired[extent.number] = extent
+        else:
+            self.tier.pool.forget()
+
+    def close_memory(self) -> None:
+        for extent in self.extents.values():
+            extent.close()
+        self.extents.clear()
+        self.board.close()
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    async def make_room(self, table: Table, count: int) -> None:
+        """Do beforehand, without blocking the loop, what `allocate` of `count` objects would need: grow or evacuate."""
+        size_class = self.tier.class_of_table[table.number]
+        slots = self.tier.extent_bytes // size_class.stride
+        short = count - size_class.free_slots - len(self.spare) * slots
+        if short > 0:
+            pool = self.tier.pool
+            await pool.grow(-(-short // slots))
+            if not pool.ready and (not size_class.extents or self._should_take_over(size_class)):
+                for _ in self._take_over(size_class):
+                    await asyncio.sleep(0)
+
+    def allocate(
+        self,
+        table: Table,
+        keys: Sequence[bytes],
+        parent: bytes,
+        *,
+        parts: int = 0,
+        full_mask: int = 1,
+        blocking: bool = False,
+    ) -> Allocation:
+        """Give writable places to those of a run's objects that are neither here nor being written.
+
+        Args:
+            keys: block keys of a run, in prefix order. `parent`: key before the first; the namespace id for the root.
+            parts: bit mask of the parts that the caller will write, 0 for all; `full_mask`: all of them.
+            blocking: may make extents on the spot (outside an event loop).
+        """
+        if self.tier.closed:
+            raise TierClosed("the ram tier is closed", tier=self.name)
+        if len(set(keys)) != len(keys):
+            raise ValueError("a key stands twice in one allocate: give each object once")
+        index = self.tier.index
+        size_class = self.tier.class_of_table[table.number]
+        wanted = parts or full_mask
+        rows = table.find(keys)
+        granted = np.full(len(keys), ABSENT, np.int64)
+        statuses = np.full(len(keys), SlotStatus.PRESENT, np.uint8)
+        held = rows[rows >= 0]
+        above = table.get(parent)
+        if above != ABSENT:
+            held = np.append(held, above)
+        index.refs[held] += 1  # the run that is extended must not be evicted to make room for its extension
+        try:
+            new = np.flatnonzero(rows < 0)
+            if table.hidden:
+                new = np.array(
+                    [i for i in new.tolist() if not self._join(table, keys[i], i, rows, wanted, granted, statuses)],
+                    np.int64,
+                )
+            places = self._take_places(size_class, min(len(new), index.free_rows - 1), blocking=blocking)
+            room = sum(len(slots) for _, slots in places)
+            statuses[new[room:]] = SlotStatus.REFUSED
+            self.tier.counters.refused += len(new) - room
+            new = new[:room]
+            if room:
+                fresh = index.begin(table, [keys[i] for i in new.tolist()], index.take_rows(room))
+                self._place(size_class, fresh, places)
+                rows[new] = granted[new] = fresh
+                statuses[new] = SlotStatus.WRITABLE
+                above_new = np.where(new > 0, rows[new - 1], ABSENT)
+                if new[0] == 0:
+                    above_new[0] = index.parent_row(table, parent)
+                index.link(fresh, above_new)
+                if wanted != full_mask:
+                    self._parts.update((row, _Parts(owned=wanted)) for row in fresh.tolist())
+                self.tier.allocated_bytes += size_class.stride * room
+        finally:
+            index.refs[held] -= 1
+        self._unpark(held)
+        return Allocation(statuses.tobytes(), granted, table)
+
+    def _join(
+        self,
+        table: Table,
+        key: bytes,
+        i: int,
+        rows: RowArray,
+        wanted: int,
+        granted: RowArray,
+        statuses: npt.NDArray[np.uint8],
+    ) -> bool:
+        """Whether somebody is writing this object already; if they leave parts to us, we write those in the same place."""
+        row = table.hidden.get(key, ABSENT)
+        if not self._is_writing(row):
+            return False
+        rows[i] = row
+        shared = self._parts.get(row)
+        if shared is None or shared.owned & wanted:
+            statuses[i] = SlotStatus.PENDING
+        else:
+            shared.owned |= wanted
+            granted[i] = row
+            statuses[i] = SlotStatus.WRITABLE
+        return True
+
+    def _is_writing(self, row: int) -> bool:
+        return row != ABSENT and self.tier.index.state.item(row) == State.WRITING
+
+    def _place(self, size_class: SizeClass, rows: RowArray, places: Places) -> None:
+        """Put rows into slots, [rows] in all, each under a new generation."""
+        index = self.tier.index
+        generation = self.tier.take_generations(len(rows))
+        generations = np.arange(generation, generation + len(rows), dtype=np.uint64)
+        index.generation[rows] = generations
+        start = 0
+        for extent, slots in places:
+            part = slice(start, start + len(slots))
+            start += len(slots)
+            boards = extent.board_base + slots
+            index.extent[rows[part]] = extent.number
+            index.offset[rows[part]] = slots * size_class.stride
+            index.board[rows[part]] = boards
+            extent.rows[slots] = rows[part]
+            self.board.generations[boards] = generations[part]
+
+    def commit(self, table: Table, rows: RowArray, *, parts: int = 0, full_mask: int = 1) -> int:
+        """Objects (or the caller's parts of them) are whole. Returns how many became visible."""
+        index = self.tier.index
+        size_class = self.tier.class_of_table[table.number]
+        whole = rows
+        if self._parts:
+            whole = np.array(
+                [row for row in rows.tolist() if self._part_done(row, parts or full_mask, full_mask)], np.int64
+            )
+        index.show(table, whole)
+        size_class.policy.touch(whole)
+        size = size_class.stride * len(whole)
+        self.tier.allocated_bytes -= size
+        self.tier.cached_bytes += size
+        return len(whole)
+
+    def _part_done(self, row: int, parts: int, full_mask: int) -> bool:
+        shared = self._parts.get(row)
+        if shared is None:
+            return True
+        shared.done |= parts
+        if shared.done != full_mask:
+            return False
+        del self._parts[row]
+        return True
+
+    def abort(self, row: int, *, parts: int = 0, full_mask: int = 1) -> None:
+        """The caller writes nothing (more) of this object and has stopped touching it."""
+        shared = self._parts.get(row)
+        if shared is not None:
+            shared.owned &= ~(parts or full_mask)
+            if shared.owned:
+                return
+            del self._parts[row]
+        self.tier.allocated_bytes -= self.tier.class_of_table[self.tier.index.table.item(row)].stride
+        self._free_place(row)
+
+    def detach(self, row: int) -> None:
+        """A writer vanished while it may still copy: nobody finds the object, nobody gets its place, until `free_detached`."""
+        stride = self.tier.class_of_table[self.tier.index.table.item(row)].stride
+        self._parts.pop(row, None)
+        self.tier.index.detach(row)
+        self.tier.allocated_bytes -= stride
+        self.tier.quarantined_bytes += stride
+
+    def free_detached(self, row: int) -> None:
+        """No copy can touch the place any more."""
+        self.tier.quarantined_bytes -= self.tier.class_of_table[self.tier.index.table.item(row)].stride
+        self._free_place(row)
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def find_leading(self, table: Table, keys: Sequence[bytes]) -> RowArray:
+        """Rows of the leading visible run."""
+        rows = table.find(keys)
+        missing = rows < 0
+        return rows[: int(missing.argmax())] if missing.any() else rows
+
+    def lease(self, rows: RowArray) -> None:
+        """Keep rows from eviction and reuse until `unlease` with the same rows."""
+        self.tier.index.refs[rows] += 1
+
+    def touch(self, table: Table, rows: RowArray) -> None:
+        """Rows of a run were used, in prefix order."""
+        self.tier.index.hits[rows] += 1
+        self.tier.class_of_table[table.number].policy.touch(rows)
+
+    def unlease(self, rows: RowArray) -> None:
+        index = self.tier.index
+        index.refs[rows] -= 1
+        detached = rows[index.state[rows] == State.DETACHED]
+        for row in np.unique(detached).tolist():  # deleted while leased
+            if index.refs.item(row) == 0 and index.state.item(row) == State.DETACHED:
+                self.free_detached(row)
+        self._unpark(rows)
+
+    def _unpark(self, rows: RowArray) -> None:
+        index = self.tier.index
+        parked = rows[index.parked[rows] != 0]
+        for row in parked.tolist():
+            if index.evictable(row):
+                self.tier.class_of_table[index.table.item(row)].policy.unpark(row)
+
+    def pin(self, rows: RowArray) -> None:
+        np.add.at(self.tier.index.pins, rows, 1)
+
+    def unpin(self, rows: RowArray) -> int:
+        """Returns how many of the rows were pinned."""
+        pinned = rows[self.tier.index.pins[rows] > 0]
+        self.tier.index.pins[pinned] -= 1
+        self._unpark(pinned)
+        return len(pinned)
+
+    def remove(self, row: int, why: str) -> None:
+        """Forget a visible object now (deleted, damaged). Its place is freed when the last lease on it ends."""
+        index, tier = self.tier.index, self.tier
+        table = index.tables[index.table.item(row)]
+        tier.tell_gone(np.array([row], np.int64), why)
+        size_class = tier.class_of_table[table.number]
+        size_class.policy.forget(row)
+        index.pins[row] = 0
+        tier.cached_bytes -= size_class.stride
+        if index.refs.item(row):
+            index.detach(row)
+            self.board.generations[index.board.item(row)] = (
+                0  # a reader that checks learns of it, others keep their bytes
+            )
+            tier.quarantined_bytes += size_class.stride
+        else:
+            self._free_place(row)
+
+    # --- eviction and evacuation ------------------------------------------------------------------------------------
+
+    def _free_place(self, row: int) -> None:
+        """Give one row's slot back. The row goes too, or stays as a ghost."""
+        index = self.tier.index
+        if index.state.item(row) != State.DETACHED:
+            index.detach(row)
+        self._free_slots(np.array([row], np.int64))
+        index.drop(row)
+
+    def _free_slots(self, rows: RowArray) -> None:
+        index = self.tier.index
+        self.board.generations[index.board[rows]] = 0
+        numbers = index.extent[rows]
+        offsets = index.offset[rows].astype(np.int64)
+        for number in np.unique(numbers).tolist():
+            extent = self.extents[number]
+            extent.give(offsets[numbers == number] // extent.stride)
+            self._reopen(extent)
+
+    def _reopen(self, extent: Extent) -> None:
+        size_class = self.classes[extent.stride]
+        if extent.free_count and extent is not self._evacuating and extent not in size_class.open:
+            size_class.open.append(extent)
+
+    def evict(self, size_class: SizeClass, count: int = 1) -> int:
+        """Evict the policy's next victims. Returns how many: fewer if what is left is leased, pinned or above such."""
+        index, policy, tier = self.tier.index, size_class.policy, self.tier
+        victims: list[int] = []
+        tries = count + _MAX_PARKED_A_CALL
+        while len(victims) < count and tries:
+            tries -= 1
+            row = policy.pop()
+            if row < 0:
+                break
+            if not index.evictable(row):
+                policy.park(row)
+                continue
+            policy.forget(row)
+            index.unlink(row)  # its parent may be the next victim
+            victims.append(row)
+        if victims:
+            rows = np.array(victims, np.int64)
+            dirty = int(np.count_nonzero(index.clean[rows] == 0))
+            tier.counters.evicted += len(victims)
+            tier.counters.evicted_dirty += dirty
+            tier.cached_bytes -= size_class.stride * len(victims)
+            tier.tell_gone(rows, "evicted")
+            self._free_slots(rows)
+            index.erase(rows)
+        return len(victims)
+
+    def _take_places(self, size_class: SizeClass, count: int, *, blocking: bool) -> Places:
+        """Up to `count` slots: free ones, then those of new extents, then by eviction."""
+        places: Places = []
+        while count > 0:
+            if size_class.open:
+                extent = size_class.open[-1]
+                slots = extent.take(count)
+                places.append((extent, slots))
+                count -= len(slots)
+                if not extent.free_count:
+                    size_class.open.pop()
+                continue
+            more = self.spare.pop() if self.spare else self.tier.pool.take(grow=blocking)
+            if more is not None:
+                self._adopt(size_class, more)
+                continue
+            evicted = self.evict(size_class, count)
+            size_class.evictions_until_check -= evicted
+            if not evicted:
+                if not blocking:
+                    break
+                for _ in self._take_over(size_class):
+                    pass
+                if not (size_class.open or self.spare or self.tier.pool.ready):
+                    break
+        return places
+
+    def _should_take_over(self, size_class: SizeClass) -> bool:
+        """Whether another class keeps older objects than this one would evict. Asked once an extent's worth of evictions."""
+        if size_class.evictions_until_check > 0:
+            return False
+        size_class.evictions_until_check = self.tier.extent_bytes // size_class.stride
+        own = size_class.policy.oldest_stamp()
+        return any(
+            other.extents and other.policy.oldest_stamp() < own
+            for domain in self.tier.domains.values()
+            for other in domain.classes.values()
+            if other is not size_class
+        )
+
+    def _take_over(self, size_class: SizeClass) -> Iterator[None]:
+        """Empty the cheapest extent of the class with the oldest objects and adopt it. A step moves or evicts one object.
+
+        Its survivors move to slots of their own class, freed by evicting that class's oldest: what is lost is what LRU
+        would have chosen, not what happened to lie in one extent.
+        """
+        others = sorted(
+            (
+                (other.policy.oldest_stamp(), number, other)
+                for number, other in enumerate(
+                    other
+                    for domain in self.tier.domains.values()
+                    for other in domain.classes.values()
+                    if other is not size_class and other.extents
+                )
+            ),
+        )
+        for _, _, other in others:
+            owner = other.domain
+            extent = owner.cheapest_extent(other)
+            if extent is None or owner._evacuating is not None:
+                continue
+            emptied = False
+            owner._evacuating = extent
+            if extent in other.open:
+                other.open.remove(extent)
+            try:
+                emptied = yield from owner._evacuate(other, extent)
+            finally:
+                owner._evacuating = None
+                if not emptied and extent.free_count:
+                    other.open.append(extent)
+            if emptied:
+                self.tier.counters.evacuations += 1
+                owner._release_extent(other, extent, to_others=owner is not self)
+                return
+
+    def cheapest_extent(self, size_class: SizeClass) -> Extent | None:
+        """The extent with least to move, among those that nobody leases, pins or writes in."""
+        index = self.tier.index
+        best: tuple[int, Extent] | None = None
+        for extent in size_class.extents:
+            live = extent.slot_count - extent.free_count
+            if best is not None and live >= best[0]:
+                continue
+            rows = extent.rows[extent.rows >= 0]
+            busy = (index.refs[rows] | index.pins[rows]).any() or (index.state[rows] != State.VISIBLE).any()
+            if not busy:
+                best = (live, extent)
+        return best[1] if best else None
+
+    def _evacuate(self, size_class: SizeClass, extent: Extent) -> Generator[None, None, bool]:
+        index = self.tier.index
+        for slot in range(extent.slot_count):
+            row = int(extent.rows[slot])
+            while row >= 0:
+                if index.state.item(row) != State.VISIBLE or index.refs.item(row) or index.pins.item(row):
+                    return False  # leased meanwhile: another extent, another time
+                if size_class.open:
+                    target = size_class.open[-1]
+                    self._move(size_class, row, extent, slot, target)
+                    if not target.free_count:
+                        size_class.open.remove(target)
+                elif not self.evict(size_class):
+                    return False
+                yield
+                row = int(extent.rows[slot])
+        return True
+
+    def _move(self, size_class: SizeClass, row: int, extent: Extent, slot: int, target: Extent) -> None:
+        index = self.tier.index
+        taken = target.take(1)
+        new_slot = taken.item(0)
+        size = index.tables[index.table.item(row)].object_bytes
+        ctypes.memmove(target.address + new_slot * target.stride, extent.address + slot * extent.stride, size)
+        self.board.generations[index.board.item(row)] = 0
+        self._place(size_class, np.array([row], np.int64), [(target, taken)])
+        extent.give(np.array([slot], np.int64))
+        self.tier.counters.moved += 1
+
+    # --- Tier, SupportsPresence, SupportsListing, SupportsSlots -----------------------------------------------------
+
+    def leading_run(self, namespace: bytes, group: int, blocks: Sequence[bytes]) -> int:
+        table = self.tables.get((namespace, group))
+        return table.leading_run(blocks) if table is not None else 0
+
+    def keys(self) -> Iterator[ObjectKey]:
+        for (namespace, group), table in list(self.tables.items()):
+            for key in table:
+                yield ObjectKey(namespace, key, group)
+
+    def _row(self, key: ObjectKey) -> int:
+        table = self.tables.get((key.namespace, key.group))
+        return table.get(key.block) if table is not None else ABSENT
+
+    def reserve(self, key: ObjectKey, size_bytes: int, *, parent: bytes | None = None) -> Reservation | None:
+        table = self.table(key.namespace, key.group, size_bytes)
+        got = self.allocate(table, [key.block], parent if parent is not None else key.namespace, blocking=True)
+        status = got.statuses[0]
+        if status == SlotStatus.REFUSED:
+            raise TierFull("everything here is leased", tier=self.name, key=key, need_bytes=size_bytes, free_bytes=0)
+        return _RamReservation(self, got) if status == SlotStatus.WRITABLE else None
+
+    def borrow(self, key: ObjectKey) -> Borrow | None:
+        row = self._row(key)
+        if row == ABSENT:
+            return None
+        rows = np.array([row], np.int64)
+        self.lease(rows)
+        return _RamBorrow(self, rows)
+
+    async def put(self, key: ObjectKey, data: Buffer, *, timeout_s: float) -> None:
+        size = len(data) if isinstance(data, (bytes, bytearray)) else data.nbytes
+        reservation = self.reserve(key, size)
+        if reservation is None:
+            row = self._row(key)
+            if row == ABSENT:
+                raise TierTimeout("another writer has not finished this object", tier=self.name, key=key)
+            self.touch(self.tables[(key.namespace, key.group)], np.array([row], np.int64))
+            return
+        try:
+            reservation.view[:] = memoryview(data).cast("B")
+            reservation.commit()
+        finally:
+            reservation.abort()
+
+    async def get_into(self, key: ObjectKey, out: WritableBuffer, *, timeout_s: float) -> int | None:
+        if self.tier.closed:
+            raise TierClosed("the ram tier is closed", tier=self.name, key=key)
+        borrow = self.borrow(key)
+        if borrow is None:
+            return None
+        try:
+            size = len(borrow.view)
+            target = memoryview(out).cast("B")
+            if len(target) < size:
+                raise ValueError(f"buffer of {len(target)} bytes is shorter than the object of {size}")
+            target[:size] = borrow.view
+            return size
+        finally:
+            borrow.release()
+
+    async def delete(self, key: ObjectKey) -> bool:
+        row = self._row(key)
+        if row == ABSENT:
+            return False
+        self.tier.counters.deleted += 1
+        self.remove(row, "deleted")
+        return True
+
+    async def aclose(self) -> None:
+        await self.tier.aclose()
+
+    def drop_corrupt(self, key: ObjectKey) -> BlockCorrupt:
+        """Forget an object whose bytes failed a check; returns the error to raise or count."""
+        row = self._row(key)
+        if row != ABSENT:
+            self.tier.counters.corrupt += 1
+            self.remove(row, "corrupt")
+        return BlockCorrupt("the object's bytes failed their check and were dropped", tier=self.name, key=key)
+
+
+class _RamReservation:
+    def __init__(self, domain: RamDomain, allocation: Allocation) -> None:
+        self._domain = domain
+        self._allocation: Allocation | None = allocation
+        self.view = domain.object_view(int(allocation.rows[0]))
+
+    def commit(self) -> None:
+        if self._allocation is None:
+            raise InvariantViolation("a reservation was committed after it had ended")
+        self._domain.commit(self._allocation.table, self._allocation.rows)
+        self._allocation = None
+        self.view.release()
+
+    def abort(self) -> None:
+        if self._allocation is not None:
+            self._domain.abort(int(self._allocation.rows[0]))
+            self._allocation = None
+            self.view.release()
+
+
+@dataclass
+class _RamBorrow:
+    _domain: RamDomain
+    _rows: RowArray
+    view: memoryview = field(init=False)
+    _released: bool = False
+
+    def __post_init__(self) -> None:
+        self.view = self._domain.object_view(int(self._rows[0])).toreadonly()
+
+    def release(self) -> None:
+        if not self._released:
+            self._released = True
+            self.view.release()
+            self._domain.unlease(self._rows)
