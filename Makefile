@@ -1,0 +1,55 @@
+# Every target makes its own environment first; after that, only what changed is done again.
+#   make demo    the story: a prefix outlives the engine that computed it (real 0.5B model, no root needed)
+#   make test    the quick tests        make slow    the longer suites
+#   make lint    ruff and mypy          make fmt     format in place
+#   make bench   measure this machine   make model   fetch the demo model
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+.PHONY: demo test slow lint fmt bench model clean help
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '2,5s/^# //p' Makefile
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Forebay needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP) model
+	$(BIN)/python -m forebay.engine_adapter.demo $(DEMO_FLAGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(TEST_FLAGS)
+
+slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow $(TEST_FLAGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fmt: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/forebay bench local $(BENCH_FLAGS)
+	$(BIN)/forebay bench index $(BENCH_FLAGS)
+
+# Fetched once into $$FOREBAY_CACHE_DIR (default ~/.cache/forebay); the tool itself skips what is whole already.
+model: $(STAMP)
+	$(BIN)/python bench/fetch_model.py
+
+clean:
+	rm -rf out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
