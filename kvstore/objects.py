@@ -149,7 +149,7 @@ class ObjectLayout:
             checksums: as from `part_checksums`.
             created_ns: nanoseconds since the Unix epoch.
         Raises:
-            ValueError: a length or range does not fit; `view` is unchanged.
+            ValueError: a length or range does not fit; the header area of `view` is then undefined.
         Cost: 1 to 2 us when token_ids are bytes.
         """
         tokens = token_ids if isinstance(token_ids, bytes) else token_words(token_ids).tobytes()
@@ -187,7 +187,7 @@ class ObjectLayout:
             token_ids: [blocks * block_tokens].
             checksums: [blocks, parts].
         Raises:
-            ValueError: shapes or lengths disagree; nothing is written.
+            ValueError: shapes, types or lengths disagree; nothing is written.
         """
         count, parts = len(keys), len(self.part_bytes)
         run = [namespace if parent is None else parent, *keys]
@@ -196,8 +196,14 @@ class ObjectLayout:
             raise ValueError(f"keys, parent and namespace must be {KEY_BYTES} bytes each")
         if out.shape != (count, self.header_bytes) or out.dtype != np.uint8:
             raise ValueError(f"out must be uint8 of shape {(count, self.header_bytes)}, not {out.dtype} {out.shape}")
-        if len(words) != count * self.block_tokens or checksums.shape != (count, parts):
-            raise ValueError(f"{count} blocks need {count * self.block_tokens} tokens and {(count, parts)} checksums")
+        if len(words) != count * self.block_tokens:
+            raise ValueError(f"{count} blocks have {count * self.block_tokens} tokens, not {len(words)}")
+        if checksums.shape != (count, parts) or checksums.dtype != np.uint64:
+            raise ValueError(
+                f"checksums must be uint64 of shape {(count, parts)}, not {checksums.dtype} {checksums.shape}"
+            )
+        if position < 0 or created_ns < 0:
+            raise ValueError(f"position and created_ns must not be negative: {position}, {created_ns}")
         chain = np.frombuffer(b"".join(run), dtype="<u8").reshape(count + 1, 2)
         fixed = np.zeros(count, HEADER_DTYPE)
         fixed["key"], fixed["parent"] = chain[1:], chain[:-1]
@@ -208,10 +214,10 @@ class ObjectLayout:
         raw[:, :PREFIX_BYTES] = np.frombuffer(self.prefix, np.uint8)
         tokens_end, checksums_end = TOKENS_OFFSET + 4 * self.block_tokens, self.checksums_offset + 8 * parts
         out[:, :TOKENS_OFFSET] = raw
-        out[:, TOKENS_OFFSET:tokens_end] = words.view(np.uint8).reshape(count, -1)
+        out[:, TOKENS_OFFSET:tokens_end] = words.view(np.uint8).reshape(count, 4 * self.block_tokens)
         out[:, tokens_end : self.checksums_offset] = 0
         out[:, self.checksums_offset : checksums_end] = (
-            np.ascontiguousarray(checksums, dtype="<u8").view(np.uint8).reshape(count, -1)
+            np.ascontiguousarray(checksums, dtype="<u8").view(np.uint8).reshape(count, 8 * parts)
         )
         out[:, checksums_end:] = 0
 
