@@ -112,9 +112,8 @@ def _messages(words: npt.NDArray[np.uint32], block_tokens: int, extras: Mapping[
     rows[:, 0] = block_tokens
     rows[:, 1:-1] = words[: count * block_tokens].reshape(count, block_tokens)
     rows[:, -1] = 0  # length of the extras
-    # One bytes object sliced in a loop: slices of bytes cost less than small memoryviews or rows of an array.
-    data, stride = rows.tobytes(), 4 * (block_tokens + 2)
-    messages = [data[start : start + stride] for start in range(0, len(data), stride)]
+    # Rows seen as opaque items become a list of bytes in C, several times faster than slicing one by one.
+    messages: list[bytes] = rows.view(f"V{4 * (block_tokens + 2)}").ravel().tolist()
     for index, extra in extras.items():
         if not 0 <= index < count + bool(rest):
             raise ValueError(f"extras for block {index}, but the tokens make {count + bool(rest)} blocks")
