@@ -125,10 +125,12 @@ def serve(
     """
     flags = {name: value for name, value in locals().items() if name != "config"}
     with _reported(as_json=False):
-        from forebay import serving
         from forebay.server.settings import Settings
 
-        serving.run(Settings.load(config, **flags))
+        settings = Settings.load(config, **flags)
+        from forebay import serving
+
+        serving.run(settings)
 
 
 @app.command(epilog=EXIT_CODES)
