@@ -216,6 +216,7 @@ class TierContract:
             getting.cancel()
             await asyncio.wait((getting,))
             out[:] = bytes(SIZE)
+            await asyncio.sleep(0.002)  # time for a thread or task left behind to do its harm
             assert await read(tier, key) == forge(key)
             assert not any(out), "the tier wrote into a buffer whose call had ended"
             assert balanced(tier) and not reserved_bytes(tier)
