@@ -84,6 +84,11 @@ class HttpDoor:
             await runner.cleanup()
 
     @property
+    def port(self) -> int:
+        """The port it listens on; before `start`, the one asked for."""
+        return self._port
+
+    @property
     def url(self) -> str:
         """Where the door listens, such as http://127.0.0.1:7090."""
         return f"http://[{self._host}]:{self._port}" if ":" in self._host else f"http://{self._host}:{self._port}"

@@ -1,8 +1,9 @@
 """Prometheus exposition of the daemon's own numbers.
 
 Keeps no numbers: at each scrape it walks what `forebay stats` would print, so a figure cannot differ between the two.
-`tiers.ram.hits_total` becomes `forebay_tier_hits_total{tier="ram"}`. Always true: a name that ends in `_total` is a
-counter, every other number a gauge, and a histogram is a table with the keys `bounds`, `counts` and `sum`.
+`tiers.ram.hits_total` becomes `forebay_tier_hits_total{tier="ram"}`. Always true: a name that ends in `_total` and a
+number in a table named `counters` are counters, every other number is a gauge, and a histogram is a table with the keys
+`bounds`, `counts` and `sum`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,14 @@ from prometheus_client.registry import Collector
 
 PREFIX = "forebay"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# Sections whose keys are instances of one thing; the instance becomes a label, so that queries can sum over it.
-LABELS = {"tiers": "tier", "domains": "domain", "verbs": "verb", "policies": "policy"}
+# Sections whose keys are instances of one thing: the word for it in names, and the label that tells instances apart.
+INSTANCES = {
+    "tiers": ("tier", "tier"),
+    "stores": ("store", "domain"),
+    "verbs": ("verb", "verb"),
+    "reports": ("report", "kind"),
+}
+COUNTERS = "counters"  # a table of counters; it adds nothing to their names but `_total`
 MAX_LABEL = 100
 HISTOGRAM_KEYS = frozenset({"bounds", "counts", "sum"})
 
@@ -80,13 +87,16 @@ def _leaves(
 ) -> Iterable[tuple[tuple[str, ...], Mapping[str, str], Any]]:
     for key, value in table.items():
         if isinstance(value, Mapping) and not is_histogram(value):
-            label = LABELS.get(key)
-            if label is None:
+            if key in INSTANCES:
+                word, label = INSTANCES[key]
+                for name, part in value.items():
+                    inner = part if isinstance(part, Mapping) and not is_histogram(part) else {"value": part}
+                    yield from _leaves(inner, (*path, word), {**labels, label: str(name)[:MAX_LABEL]})
+            elif key == COUNTERS:
+                totals = {f"{name.removesuffix('_total')}_total": part for name, part in value.items()}
+                yield from _leaves(totals, path, labels)
+            else:
                 yield from _leaves(value, (*path, key), labels)
-                continue
-            for name, part in value.items():
-                inner = part if isinstance(part, Mapping) and not is_histogram(part) else {"value": part}
-                yield from _leaves(inner, (*path, label), {**labels, label: str(name)[:MAX_LABEL]})
         elif isinstance(value, int | float | str) or is_histogram(value):
             yield (*path, key), labels, value
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import os
+import subprocess
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +19,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from forebay import __version__, cli
-from forebay.kvstore.errors import BadRequest, DaemonTimeout, DaemonUnavailable
+from forebay.kvstore.errors import BadRequest, DaemonTimeout, DaemonUnavailable, UnknownHandle
+from forebay.server.http import HttpDoor
 from forebay.server.settings import Settings
+
+from .server.fakes import FakeDaemon
 
 NAMESPACE, KEY = "ab" * 16, "01" * 16
 
@@ -27,24 +33,18 @@ class FakeClient:
 
     def __init__(self) -> None:
         self.fail: Exception | None = None
-        self.asked: list[tuple[bytes, list[bytes]]] = []
         self.numbers: dict[str, Any] = {
             "version": "0.1.0",
             "uptime_s": 12.5,
+            "http_url": "",
             "health": {"ok": True, "ready": True, "reasons": [], "quarantined_bytes": 0},
-            "tiers": {"ram": {"hits_total": 12345, "breaker": "closed"}},
+            "tiers": {"ram": {"hits_total": 12345, "breaker": "closed [probing]"}},
         }
 
     def stats(self) -> dict[str, Any]:
         if self.fail:
             raise self.fail
         return self.numbers
-
-    def explain(self, namespace_id: bytes, keys: list[bytes]) -> list[dict[str, Any]]:
-        if self.fail:
-            raise self.fail
-        self.asked.append((namespace_id, keys))
-        return [{"key": key.hex(), "state": "absent [evicted]"} for key in keys]
 
 
 @pytest.fixture
@@ -82,8 +82,6 @@ def test_version_and_help_answer_and_every_command_teaches_by_example() -> None:
 
 
 def test_nothing_heavy_is_loaded_to_show_help() -> None:
-    import subprocess
-
     script = (
         "import sys; sys.argv = ['forebay', '--help']\n"
         "from forebay.cli import main\n"
@@ -108,7 +106,9 @@ def test_status_says_well_with_0_and_not_ready_with_4_and_why(client: FakeClient
 
 
 def test_stats_print_everything_or_one_section(client: FakeClient) -> None:
-    assert "tiers.ram.hits_total" in run("stats").stdout
+    everything = run("stats").stdout
+    assert "tiers.ram.hits_total" in everything
+    assert "closed [probing]" in everything  # brackets are text, no markup
     section = run("stats", "tiers.ram").stdout
     assert "12,345" in section and "uptime" not in section
     assert json.loads(run("stats", "--json").stdout) == client.numbers
@@ -117,18 +117,53 @@ def test_stats_print_everything_or_one_section(client: FakeClient) -> None:
     assert wrong.exit_code == cli.EXIT_USAGE and "there is ram" in wrong.stderr
 
 
-def test_explain_takes_keys_as_arguments_or_from_stdin_and_prints_text_as_it_is(client: FakeClient) -> None:
+@pytest.fixture
+def door(client: FakeClient) -> Iterator[FakeDaemon]:
+    """A real HTTP door over a fake daemon, in a thread of its own; the fake client tells its address."""
+    daemon = FakeDaemon()
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    door = HttpDoor(daemon)
+    asyncio.run_coroutine_threadsafe(door.start(), loop).result(10)
+    client.numbers["http_url"] = door.url
+    yield daemon
+    asyncio.run_coroutine_threadsafe(door.stop(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+def test_explain_takes_keys_as_arguments_or_from_stdin(door: FakeDaemon) -> None:
     shown = run("explain", NAMESPACE, KEY)
-    assert shown.exit_code == 0 and "absent [evicted]" in shown.stdout  # brackets are no markup
+    assert shown.exit_code == 0 and KEY in shown.stdout
     piped = run("explain", NAMESPACE, "-", "--json", stdin=f"{KEY}\n{NAMESPACE}\n")
     assert [row["key"] for row in json.loads(piped.stdout)] == [KEY, NAMESPACE]
-    assert client.asked[-1] == (bytes.fromhex(NAMESPACE), [bytes.fromhex(KEY), bytes.fromhex(NAMESPACE)])
+    assert door.asked[-1] == (NAMESPACE, [KEY, NAMESPACE])
 
 
-@pytest.mark.parametrize("args", [("xyz", KEY), (NAMESPACE, KEY[:-2]), (NAMESPACE, "--json")])
+def test_explain_asks_for_many_keys_in_batches(door: FakeDaemon) -> None:
+    keys = [f"{number:032x}" for number in range(2500)]
+    piped = run("explain", NAMESPACE, "-", "--json", stdin=" ".join(keys))
+    assert [row["key"] for row in json.loads(piped.stdout)] == keys
+    assert [len(asked) for _, asked in door.asked] == [1024, 1024, 452]
+
+
+def test_explain_tells_what_the_daemon_refused_and_when_no_door_is_open(client: FakeClient, door: FakeDaemon) -> None:
+    door.fail = UnknownHandle("no session has opened it")
+    shown = run("explain", NAMESPACE, KEY)
+    assert shown.exit_code == cli.EXIT_FAILED and "no session has opened it" in shown.stderr
+    client.numbers["http_url"] = ""
+    shown = run("explain", NAMESPACE, KEY)
+    assert shown.exit_code == cli.EXIT_FAILED and "http_port = off" in shown.stderr
+    client.numbers["http_url"] = "http://127.0.0.1:1"
+    assert run("explain", NAMESPACE, KEY).exit_code == cli.EXIT_NO_DAEMON
+
+
+@pytest.mark.parametrize("args", [("xyz", KEY), (NAMESPACE, KEY[:-2]), (NAMESPACE,)])
 def test_explain_refuses_what_is_no_id_before_it_asks(client: FakeClient, args: tuple[str, ...]) -> None:
+    client.fail = AssertionError("asked")
     assert run("explain", *args).exit_code == cli.EXIT_USAGE
-    assert client.asked == []
 
 
 @pytest.mark.parametrize("command", [("status",), ("stats",), ("explain", NAMESPACE, KEY)])

@@ -18,7 +18,7 @@ class FakeDaemon:
             "uptime_s": 12.5,
             "sessions": {"open": 2, "opened_total": 9},
             "tiers": {
-                "ram": {"hits_total": 7, "used_bytes": 4096, "breaker": "closed"},
+                "ram": {"hits_total": 7, "used_bytes": 4096, "breaker": "closed", "counters": {"evicted": 5}},
                 "ssd": {"hits_total": 3, "load_s": {"bounds": [0.1], "counts": [1, 0], "sum": 0.05}},
             },
         }

@@ -165,8 +165,7 @@ async def test_a_request_under_a_foreign_name_is_refused(client: aiohttp.ClientS
 async def test_a_request_line_without_end_is_refused_and_the_door_stays_open(
     door: http.HttpDoor, client: aiohttp.ClientSession
 ) -> None:
-    host, port = door.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
     writer.write(b"GET /v1/stats?" + b"x" * (http.MAX_LINE_BYTES + 1) + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert (await asyncio.wait_for(reader.readline(), 10)).split()[1] == b"400"
     writer.close()
@@ -176,7 +175,7 @@ async def test_a_request_line_without_end_is_refused_and_the_door_stays_open(
 
 
 async def test_a_taken_port_is_an_os_error_and_stop_is_idempotent(door: http.HttpDoor, daemon: FakeDaemon) -> None:
-    second = http.HttpDoor(daemon, port=int(door.url.rpartition(":")[2]))
+    second = http.HttpDoor(daemon, port=door.port)
     with pytest.raises(OSError):
         await second.start()
     await second.stop()

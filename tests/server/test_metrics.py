@@ -23,12 +23,14 @@ def test_nested_numbers_become_metrics_and_instances_become_labels() -> None:
     assert samples["forebay_sessions_opened_total"] == {(): 9}
     assert samples["forebay_tier_hits_total"] == {(("tier", "ram"),): 7, (("tier", "ssd"),): 3}
     assert samples["forebay_uptime_seconds"] == {(): 12.5}
+    assert samples["forebay_tier_evicted_total"] == {(("tier", "ram"),): 5}
 
 
 def test_names_ending_in_total_are_counters_and_the_rest_gauges() -> None:
     text = Metrics(FakeDaemon()).exposition().decode()
     kinds = {family.name: family.type for family in text_string_to_metric_families(text)}
     assert kinds["forebay_tier_hits"] == "counter"
+    assert kinds["forebay_tier_evicted"] == "counter"
     assert kinds["forebay_tier_used_bytes"] == "gauge"
     assert kinds["forebay_loop_lag_seconds"] == "histogram"
     assert text.count("# TYPE forebay_tier_hits_total ") == 1
