@@ -48,7 +48,7 @@ class HttpDoor:
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
-        """Bind and serve. Raises: OSError when the address is taken."""
+        """Bind and serve. Raises: OSError, that says what to do, when the address cannot be had."""
         app = web.Application(middlewares=[_json_errors, _loopback_names_only], client_max_size=MAX_LINE_BYTES)
         app.add_routes(
             [
@@ -71,9 +71,10 @@ class HttpDoor:
         try:
             site = web.TCPSite(runner, self._host, self._port)
             await site.start()
-        except BaseException:
+        except OSError as exc:
             await runner.cleanup()
-            raise
+            advice = "choose another with --http-port, 0 for any free one, or off"
+            raise OSError(exc.errno, f"the HTTP door cannot listen on {self.url}: {advice}") from exc
         self._runner = runner
         self._port = runner.addresses[0][1]  # the one the system chose, when asked for 0
 

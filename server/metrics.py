@@ -102,7 +102,8 @@ def _leaves(
 
 
 def _add(families: dict[str, Metric], path: tuple[str, ...], labels: Mapping[str, str], value: Any) -> None:
-    name = re.sub(r"[^a-zA-Z0-9_]", "_", "_".join((PREFIX, *path)))
+    words = path[:-1] if path[-1] == "total" else path  # the total of parts, such as bytes.total, counts nothing up
+    name = re.sub(r"[^a-zA-Z0-9_]", "_", "_".join((PREFIX, *words)))
     name = re.sub(r"_s$", "_seconds", re.sub(r"_s_total$", "_seconds_total", name))
     kind = "histogram" if is_histogram(value) else "counter" if name.endswith("_total") else "gauge"
     if isinstance(value, str):  # a state or a version: worth seeing, but only a number can be a sample

@@ -141,6 +141,13 @@ def test_a_taken_http_port_is_a_failure_that_names_it(tmp_path: Path) -> None:
     assert not (tmp_path / "f.sock").exists()
 
 
+def test_a_socket_in_a_missing_folder_is_a_failure_that_names_it(tmp_path: Path) -> None:
+    missing = tmp_path / "no" / "such"
+    with serving(tmp_path, "--socket", str(missing / "f.sock")) as served:
+        assert served.exit_code() == cli.EXIT_FAILED
+        assert served.lines[-1]["event"] == f"forebay: {missing}: No such file or directory"
+
+
 def test_an_unknown_tier_is_wrong_settings(tmp_path: Path) -> None:
     with serving(tmp_path, "--tiers", "floppy") as served:
         assert served.exit_code() == cli.EXIT_USAGE

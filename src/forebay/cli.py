@@ -331,7 +331,8 @@ def _reported(as_json: bool) -> Iterator[None]:
             raise
         _fail(as_json, EXIT_USAGE, str(exc))
     except OSError as exc:
-        _fail(as_json, EXIT_FAILED, str(exc))
+        where = f"{exc.filename}: " if exc.filename else ""
+        _fail(as_json, EXIT_FAILED, f"{where}{exc.strerror or exc}")
 
 
 def _fail(as_json: bool, code: int, message: str) -> None:

@@ -176,7 +176,7 @@ async def test_a_request_line_without_end_is_refused_and_the_door_stays_open(
 
 async def test_a_taken_port_is_an_os_error_and_stop_is_idempotent(door: http.HttpDoor, daemon: FakeDaemon) -> None:
     second = http.HttpDoor(daemon, port=door.port)
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match=rf"{door.url}.*--http-port"):
         await second.start()
     await second.stop()
     await door.stop()

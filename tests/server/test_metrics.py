@@ -36,6 +36,15 @@ def test_names_ending_in_total_are_counters_and_the_rest_gauges() -> None:
     assert text.count("# TYPE forebay_tier_hits_total ") == 1
 
 
+def test_the_total_of_parts_is_a_gauge_under_the_name_of_the_whole() -> None:
+    daemon = FakeDaemon()
+    daemon.numbers = {"tiers": {"ram": {"bytes": {"total": 3, "free": 1}}}}
+    samples = scrape(daemon)
+    assert samples["forebay_tier_bytes"] == {(("tier", "ram"),): 3}
+    assert samples["forebay_tier_bytes_free"] == {(("tier", "ram"),): 1}
+    assert "# TYPE forebay_tier_bytes gauge" in Metrics(daemon).exposition().decode()
+
+
 def test_a_histogram_is_cumulative_and_ends_in_infinity() -> None:
     samples = scrape(FakeDaemon())
     assert samples["forebay_loop_lag_seconds_bucket"] == {
