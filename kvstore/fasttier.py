@@ -53,6 +53,10 @@ class Room(Held):
         super().__init__(view, _nothing if reservation is None else reservation.abort)
         self._tier, self._key, self._reservation = tier, key, reservation
 
+    def scratch(self, size: int) -> memoryview | None:
+        """The object's bytes if they lie outside the tier, free to use for as long as anybody likes."""
+        return self.view[:size] if self._reservation is None else None
+
     async def keep(self, size: int, *, timeout_s: float) -> None:
         """Make the first `size` bytes of `view` visible as the object. Raises what the tier's `put` raises."""
         if self._reservation is None:

@@ -27,7 +27,7 @@ Verify = Callable[[ObjectKey, memoryview], str | None]  # None: good; else what 
 class Loaded(NamedTuple):
     """A load that found its object.
 
-    data: its bytes, when the first tier had no room to keep them. too_small: it is longer than the caller allowed.
+    data: its bytes, where they were loaded through a scratch buffer. too_small: it is longer than the caller allowed.
     """
 
     tier: str
@@ -35,11 +35,18 @@ class Loaded(NamedTuple):
     too_small: bool = False
 
 
-class Flight(NamedTuple):
-    """One load under way. `task` never raises but when cancelled; None is a miss."""
+class Flight:
+    """One object's load under way. `task` never raises but when cancelled; its None is a miss.
+
+    `when_visible` callbacks run in the very step that makes the object visible, so that whoever needs it can pin it
+    before anything evicts it again.
+    """
 
     task: asyncio.Task[Loaded | None]
-    led: bool  # this caller started it
+
+    def __init__(self, key: ObjectKey) -> None:
+        self.key = key
+        self.when_visible: list[Callable[[], object]] = []
 
 
 class Loader:
@@ -61,19 +68,22 @@ class Loader:
         self._verify = verify
         self._timeout_s, self._thread_bytes = timeout_s, thread_bytes
         self._turns = asyncio.Semaphore(in_flight_limit)
-        self._flights: dict[ObjectKey, asyncio.Task[Loaded | None]] = {}
+        self._flights: dict[ObjectKey, Flight] = {}
 
-    def start(self, key: ObjectKey, size: int, *, exact: bool, parent: bytes | None = None) -> Flight:
-        """Load an object of `size` bytes (at most that many if not `exact`), or join the load under way."""
-        task = self._flights.get(key)
-        if task is not None:
+    def start(self, key: ObjectKey, size: int, *, exact: bool, parent: bytes | None = None) -> tuple[Flight, bool]:
+        """Load an object of `size` bytes (at most that many if not `exact`), or join the load under way.
+
+        Returns: the load, and whether it was started here.
+        """
+        flight = self._flights.get(key)
+        if flight is not None:
             self._ledger.count("loads_joined")
-            return Flight(task, led=False)
+            return flight, False
         self._ledger.count("loads_started")
-        task = asyncio.get_running_loop().create_task(self._fly(key, size, exact, parent))
-        self._flights[key] = task
-        task.add_done_callback(lambda _: self._flights.pop(key, None))
-        return Flight(task, led=True)
+        flight = self._flights[key] = Flight(key)
+        flight.task = asyncio.get_running_loop().create_task(self._fly(flight, size, exact, parent))
+        flight.task.add_done_callback(lambda _: self._flights.pop(key, None))
+        return flight, True
 
     def loading(self, key: ObjectKey) -> bool:
         return key in self._flights
@@ -85,17 +95,17 @@ class Loader:
         return self._verify(key, view)
 
     async def aclose(self) -> None:
-        tasks = list(self._flights.values())
+        tasks = [flight.task for flight in self._flights.values()]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _fly(self, key: ObjectKey, size: int, exact: bool, parent: bytes | None) -> Loaded | None:
+    async def _fly(self, flight: Flight, size: int, exact: bool, parent: bytes | None) -> Loaded | None:
         tried: list[TierChannel] = []
         try:
             async with self._turns:
-                return await self._load(key, size, exact, parent, tried)
+                return await self._load(flight, size, exact, parent, tried)
         except Exception:
             self._ledger.count("background_errors")
             logger.exception("a load failed in a way that no tier's error explains")
@@ -104,8 +114,9 @@ class Loader:
             return None
 
     async def _load(
-        self, key: ObjectKey, size: int, exact: bool, parent: bytes | None, tried: list[TierChannel]
+        self, flight: Flight, size: int, exact: bool, parent: bytes | None, tried: list[TierChannel]
     ) -> Loaded | None:
+        key = flight.key
         room: Room | None = None
         watch = self._deletions.watch(key)
         try:
@@ -124,7 +135,7 @@ class Loader:
                 except ValueError:
                     return Loaded(channel.name, too_small=True)
                 if found is not None and not watch.deleted:
-                    return await self._keep(channel, key, room, found, lambda: watch.deleted)
+                    return await self._keep(channel, flight, room, found, lambda: watch.deleted)
             if watch.deleted:
                 self._ledger.count("load_deleted")
             return None
@@ -180,19 +191,21 @@ class Loader:
         return None
 
     async def _keep(
-        self, channel: TierChannel, key: ObjectKey, room: Room, size: int, deleted: Callable[[], bool]
+        self, channel: TierChannel, flight: Flight, room: Room, size: int, deleted: Callable[[], bool]
     ) -> Loaded | None:
+        key, data = flight.key, room.scratch(size)
         try:
             await room.keep(size, timeout_s=self._timeout_s)
         except TierError:
-            # Too full to promote (a size not known beforehand goes through scratch): the reader still gets its bytes.
-            self._ledger.count("load_no_room")
-            return Loaded(channel.name, room.view[:size])
+            self._ledger.count("load_no_room")  # to promote it; the reader still gets its bytes
+            return Loaded(channel.name, data)
         if deleted():
             self._ledger.count("load_deleted")
             await self._fast.tier.delete(key)
             return None
+        for visible in flight.when_visible:
+            visible()
         self._ledger.count("loaded")
         self._ledger.count("loaded_bytes", size)
         self._ledger.note(key, "loaded")
-        return Loaded(channel.name)
+        return Loaded(channel.name, data)

@@ -10,6 +10,7 @@ nothing waits without a deadline.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -252,14 +253,14 @@ class Store:
                 return found
             if not self._lower:
                 break
-            flight = self._loader.start(key, len(out), exact=False)
+            flight, led = self._loader.start(key, len(out), exact=False)
             loaded = await self._landed(flight, deadline_s)
             if loaded is not None and loaded.data is not None and len(loaded.data) <= len(out):
                 memoryview(out)[: len(loaded.data)] = loaded.data
                 return len(loaded.data)
-            if flight.led and loaded is not None and loaded.too_small:
+            if led and loaded is not None and loaded.too_small:
                 raise ValueError(f"out has {len(out)} bytes, the object in {loaded.tier} more")
-            if flight.led and loaded is None:
+            if led and loaded is None:
                 break
         self._ledger.count("get_misses")
         return None
@@ -292,34 +293,25 @@ class Store:
         if all(channel.answers_from_memory or channel.answers_probes for channel in self._lower):
             runs = await self.match(namespace, group, blocks, timeout_s=timeout_s)
             blocks = blocks[: sum(run.blocks for run in runs)]
-        pins: list[Borrow] = []  # so that the run's end does not push out its beginning
-        ahead: deque[Borrow | Flight] = deque()
-        started = 0
-        try:
-            while len(pins) < len(blocks):
+        with _Pins(self._fast) as pins:  # or the run's end would push out its beginning
+            ahead: deque[tuple[ObjectKey, Flight | None]] = deque()
+            started = 0
+            for index in range(len(blocks)):
                 while started < len(blocks) and len(ahead) < self._policy.load_window:
                     key = ObjectKey(namespace, blocks[started], group)
-                    parent = blocks[started - 1] if started else None
-                    pin = self._fast.pin(key)
-                    ahead.append(
-                        self._loader.start(key, layout_bytes, exact=True, parent=parent) if pin is None else pin
-                    )
+                    flight = None
+                    if not pins.pin(key):
+                        parent = blocks[started - 1] if started else None
+                        flight, _ = self._loader.start(key, layout_bytes, exact=True, parent=parent)
+                        flight.when_visible.append(functools.partial(pins.pin, key))
+                    ahead.append((key, flight))
                     started += 1
-                step = ahead.popleft()
-                if isinstance(step, Flight):
-                    landed = await self._landed(step, deadline_s)
-                    pin = self._fast.pin(ObjectKey(namespace, blocks[len(pins)], group)) if landed else None
-                    if pin is None:  # a hole, too late, or landed and evicted again: the run does not fit
-                        break
-                    step = pin
-                pins.append(step)
-                if len(pins) % 256 == 0:
+                key, flight = ahead.popleft()
+                if flight is not None and (await self._landed(flight, deadline_s) is None or not pins.pin(key)):
+                    return index  # a hole, too late, or more than fits
+                if index % 256 == 255:
                     await asyncio.sleep(0)
-            return len(pins)
-        finally:
-            for each in (*pins, *ahead):
-                if not isinstance(each, Flight):
-                    each.release()
+            return len(blocks)
 
     async def _landed(self, flight: Flight, deadline_s: float) -> Loaded | None:
         """Wait for a load, not longer than the deadline and without ever cancelling it: others may wait too."""
@@ -470,6 +462,33 @@ class Store:
     def _check_open(self, key: ObjectKey | None) -> None:
         if self._closed:
             raise TierClosed("the store is closed", tier=self._fast.name, key=key)
+
+
+class _Pins:
+    """Objects kept in the first tier until the block ends."""
+
+    def __init__(self, fast: FastTier) -> None:
+        self._fast = fast
+        self._pins: dict[ObjectKey, Borrow] | None = {}
+
+    def pin(self, key: ObjectKey) -> bool:
+        """Returns whether the object is here (and, unless the block has ended, stays)."""
+        if self._pins is None:
+            return self._fast.holds(key)
+        if key not in self._pins:
+            pin = self._fast.pin(key)
+            if pin is None:
+                return False
+            self._pins[key] = pin
+        return True
+
+    def __enter__(self) -> _Pins:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pins, self._pins = self._pins, None
+        for pin in (pins or {}).values():
+            pin.release()
 
 
 def _sum_up(ended: Sequence[Copy]) -> FlushResult:
