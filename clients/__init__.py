@@ -1,0 +1,23 @@
+"""Client library: `Client` for threads, `AsyncClient` for an event loop. Importing it loads no torch.
+
+Operations stand once in core.py; blocking.py and aio.py run them. transport.py moves frames, memory.py maps shared memory.
+"""
+
+from forebay.clients.aio import AsyncAllocation, AsyncClient, AsyncNamespace
+from forebay.clients.blocking import Allocation, Client, Namespace
+from forebay.clients.core import FlushResult, Lease, Match, PutResult, Slot, TierRun
+
+__all__ = [
+    "Allocation",
+    "AsyncAllocation",
+    "AsyncClient",
+    "AsyncNamespace",
+    "Client",
+    "FlushResult",
+    "Lease",
+    "Match",
+    "Namespace",
+    "PutResult",
+    "Slot",
+    "TierRun",
+]

@@ -124,7 +124,7 @@ class Index:
         self._words = self.rows.view(np.uint64).reshape(-1, 8)  # a row's first three words are its location
         self._free = np.zeros(max_rows, np.int32)  # stack of used and freed row numbers
         self._free_top = 0
-        self._high_water = 0
+        self.high_water = 0  # rows from here on were never used
         self.tables: list[Table] = []
         self.ghosts = 0
 
@@ -132,7 +132,7 @@ class Index:
 
     @property
     def free_rows(self) -> int:
-        return self._free_top + self.max_rows - self._high_water
+        return self._free_top + self.max_rows - self.high_water
 
     def take_rows(self, count: int) -> RowArray:
         """`count` free rows. Raises InvariantViolation if there are fewer: the caller sizes max_rows by its memory."""
@@ -143,18 +143,18 @@ class Index:
         rows[:reused] = self._free[self._free_top - reused : self._free_top]
         self._free_top -= reused
         fresh = count - reused
-        rows[reused:] = np.arange(self._high_water, self._high_water + fresh)
-        self._high_water += fresh
+        rows[reused:] = np.arange(self.high_water, self.high_water + fresh)
+        self.high_water += fresh
         return rows
 
     def _take_row(self) -> int:
         if self._free_top:
             self._free_top -= 1
             return self._free.item(self._free_top)
-        if self._high_water == self.max_rows:
+        if self.high_water == self.max_rows:
             raise InvariantViolation(f"index is full with {self.max_rows} rows")
-        self._high_water += 1
-        return self._high_water - 1
+        self.high_water += 1
+        return self.high_water - 1
 
     def _give_row(self, row: int) -> None:
         self.state[row] = State.FREE
@@ -307,9 +307,9 @@ class Index:
 
     def check(self) -> None:
         """Recompute what is kept incrementally. Raises InvariantViolation. O(rows): for tests and `forebay` debugging."""
-        used = self.rows[: self._high_water]
+        used = self.rows[: self.high_water]
         live = used["state"] != State.FREE
-        children = np.zeros(self._high_water, np.int64)
+        children = np.zeros(self.high_water, np.int64)
         linked = used["parent"][live]
         np.add.at(children, linked[linked >= 0], 1)
         if not np.array_equal(children[live], used["children"][live]):
@@ -318,7 +318,7 @@ class Index:
             raise InvariantViolation("ghost count is off")
         if (used["refs"] < 0).any() or (used["pins"] < 0).any():
             raise InvariantViolation("a reference or pin count is negative")
-        if self._high_water - self._free_top != int(np.count_nonzero(live)):
+        if self.high_water - self._free_top != int(np.count_nonzero(live)):
             raise InvariantViolation("free rows and live rows don't add up")
         for table in self.tables:
             rows = [row for shard in table.shards for row in shard.values()]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -310,6 +311,17 @@ class ObjectLayout:
         header = bytearray(view[: self.header_bytes])
         _U64.pack_into(header, XXH3_OFFSET, 0)
         return xxhash.xxh3_64_intdigest(header) or 1  # 0 means unsealed
+
+
+def seal(view: WritableBuffer) -> None:
+    """`seal_header` for a caller that has the object and not its layout: the header says how long it is."""
+    group, parts, tokens = struct.unpack_from("<HII", view, 6)
+    _header_layout(group, parts, tokens).seal_header(view)
+
+
+@lru_cache(maxsize=256)
+def _header_layout(group: int, parts: int, tokens: int) -> ObjectLayout:
+    return ObjectLayout(group, tokens, (0,) * parts)
 
 
 def _round_up(size: int, multiple: int) -> int:

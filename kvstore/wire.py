@@ -82,6 +82,12 @@ class Hello(Request[HelloReply], array_like=True, tag="hello"):
     previous: list[bytes] = []
 
 
+class Settle(Request["Done"], array_like=True, tag="settle"):
+    """Copies of these ended sessions of this process have all stopped: their memory may be used again."""
+
+    previous: list[bytes]
+
+
 class OpenReply(msgspec.Struct, array_like=True):
     handle: int
     namespace: bytes
@@ -283,6 +289,7 @@ class ErrorBody(msgspec.Struct, array_like=True):
 
 REQUESTS: Final = (
     Hello,
+    Settle,
     Open,
     CloseHandle,
     MapExtents,
@@ -306,6 +313,7 @@ REQUESTS: Final = (
 )
 AnyRequest = (
     Hello
+    | Settle
     | Open
     | CloseHandle
     | MapExtents

@@ -198,7 +198,7 @@ class RamTier:
             "bytes": asdict(self.accounting()),
             "objects": sum(table.visible for table in self.index.tables),
             "ghosts": self.index.ghosts,
-            "refused_growth": self.pool.refused_growth,
+            "refused_growth_total": self.pool.refused_growth,
             "counters": asdict(self.counters),
             "classes": classes,
         }
@@ -298,6 +298,12 @@ class RamDomain:
         elif found.object_bytes != object_bytes:
             raise ValueError(f"objects of this namespace have {found.object_bytes} bytes, not {object_bytes}")
         return found
+
+    @property
+    def full(self) -> bool:
+        """Whether more room can only come from eviction or evacuation."""
+        pool = self.tier.pool
+        return not self.spare and not pool.ready and pool.made >= pool.max_extents
 
     def object_view(self, row: int) -> memoryview:
         """The bytes of a row's place, header and payload, writable."""
@@ -862,7 +868,7 @@ class _RamBorrow:
     _released: bool = False
 
     def __post_init__(self) -> None:
-        self.view = self._domain.object_view(int(self._rows[0])).toreadonly()
+        self.view = self._domain.object_view(int(self._rows[0]))
 
     def release(self) -> None:
         if not self._released:

@@ -1,0 +1,339 @@
+"""Requests and replies over one Unix socket: blocking for `Client`, on the event loop for `AsyncClient`.
+
+Covers connecting, matching replies to requests, deadlines, and what happens to a reply that nobody waits for any more.
+Knows verbs only by their reply types. Always true: a wait ends by its deadline; a lease or an allocation that arrives too late
+is given back; when the connection breaks every wait ends with `DaemonUnavailable`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final, Protocol, get_args
+
+import msgspec
+
+from forebay.kvstore import wire
+from forebay.kvstore.errors import ClientError, DaemonTimeout, DaemonUnavailable, ProtocolError
+from forebay.kvstore.framing import FrameBuffer, FrameSocket
+from forebay.kvstore.wire import Kind, Request, encode_frame
+
+MAX_REPLY_BYTES: Final = 256 << 20
+
+
+def _reply_type(request: type[Request[Any]]) -> Any:
+    reply = get_args(request.__orig_bases__[0])[0]  # type: ignore[attr-defined]
+    return wire.Done if not isinstance(reply, type) else reply
+
+
+_DECODERS: Final[dict[type, msgspec.msgpack.Decoder[Any]]] = {
+    cls: msgspec.msgpack.Decoder(_reply_type(cls)) for cls in wire.REQUESTS
+}
+_LOADED: Final = msgspec.msgpack.Decoder(wire.Loaded)
+
+
+class Pending:
+    """A request that was sent."""
+
+    __slots__ = ("abandoned", "decoder", "descriptors", "done", "error", "future", "reply")
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+        self.decoder = decoder
+        self.reply: Any = None
+        self.error: Exception | None = None
+        self.descriptors: list[int] = []
+        self.done = False
+        self.abandoned = False
+        self.future: asyncio.Future[None] | None = None
+
+    def ended(self) -> bool:
+        """Whether the answer, good or bad, is here. Another thread may make it so at any time."""
+        return self.done
+
+    def result(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.reply
+
+
+def undo(reply: Any) -> Request[Any] | None:
+    """What gives back a reply that came too late to be used."""
+    if isinstance(reply, wire.AcquireReply) and reply.lease:
+        return wire.Release(reply.lease)
+    if isinstance(reply, wire.AllocateReply) and reply.allocation:
+        return wire.Abort(reply.allocation)
+    return None
+
+
+class Replies:
+    """Requests under way, by id, and their ends. Shared by both transports; the caller keeps threads apart."""
+
+    def __init__(self) -> None:
+        self._last_id = 0
+        self._pending: dict[int, Pending] = {}
+        self.loaded: dict[int, int] = {}  # notices: ticket -> blocks
+        self.fault: ProtocolError | None = None  # why the daemon ended the session
+
+    def register(self, request: Request[Any]) -> tuple[bytes, Pending]:
+        self._last_id = self._last_id % 0xFFFFFFFF + 1
+        pending = Pending(_DECODERS[type(request)])
+        self._pending[self._last_id] = pending
+        return encode_frame(Kind.REQUEST, self._last_id, request), pending
+
+    def receive(self, kind: int, request_id: int, body: memoryview, inbox: FrameBuffer) -> tuple[Pending | None, Any]:
+        """File one frame. Returns the request that ended by it, and what undoes it when nobody waits.
+
+        Raises: ProtocolError: the daemon sent what can't be understood.
+        """
+        if kind == Kind.NOTICE:
+            self.loaded[request_id] = _LOADED.decode(body).blocks
+            return None, None
+        pending = self._pending.pop(request_id, None)
+        if kind == Kind.ERROR:
+            error = wire.decode_error(body)
+            if pending is None:
+                self.fault = error  # of the session, not of one request
+                return None, None
+            pending.error = error
+        elif pending is not None:
+            try:
+                pending.reply = pending.decoder.decode(body)
+            except (msgspec.DecodeError, msgspec.ValidationError) as exc:
+                pending.error = DaemonUnavailable(f"the daemon's answer can't be read: {exc}")
+            self._claim(pending, inbox)
+        if pending is None:
+            return None, None
+        pending.done = True
+        return pending, undo(pending.reply) if pending.abandoned else None
+
+    @staticmethod
+    def _claim(pending: Pending, inbox: FrameBuffer) -> None:
+        """Descriptors travel with their reply's first byte, so they are at the head of the queue now."""
+        count = 0
+        if isinstance(pending.reply, wire.HelloReply):
+            count = 1
+        elif isinstance(pending.reply, wire.MapReply):
+            count = len(pending.reply.extents)
+        pending.descriptors = [inbox.descriptors.popleft() for _ in range(min(count, len(inbox.descriptors)))]
+        if pending.abandoned:
+            for descriptor in pending.descriptors:
+                os.close(descriptor)
+            pending.descriptors = []
+
+    def fail_all(self, error: Exception) -> list[Pending]:
+        failed = list(self._pending.values())
+        self._pending.clear()
+        for pending in failed:
+            pending.error = error
+            pending.done = True
+        return failed
+
+
+class Transport(Protocol):
+    """What the client core needs of either transport."""
+
+    closed: bool
+
+    def start(self, request: Request[Any]) -> Pending:
+        """Send a request. Raises: DaemonUnavailable."""
+
+    def close(self) -> None: ...
+
+
+def _connect_error(path: Path, exc: OSError) -> DaemonUnavailable:
+    hint = (
+        "is `forebay serve` running?" if isinstance(exc, (FileNotFoundError, ConnectionRefusedError)) else exc.strerror
+    )
+    return DaemonUnavailable(f"no daemon answers at {path}: {hint}")
+
+
+def _gone(replies: Replies, path: Path) -> ClientError:
+    if replies.fault is not None:
+        return DaemonUnavailable(f"the daemon ended the session: {replies.fault}")
+    return DaemonUnavailable(f"the connection to the daemon at {path} broke")
+
+
+class BlockingTransport:
+    """Any number of threads over one socket, without a thread of its own.
+
+    Whoever waits first reads for all: a lone caller gets its answer without a hand-over between threads, which would cost
+    more than the round trip itself.
+    """
+
+    def __init__(self, path: Path, *, timeout_s: float) -> None:
+        self.path = path
+        self.closed = False
+        self._replies = Replies()
+        self._inbox = FrameBuffer(MAX_REPLY_BYTES)
+        self._sending = threading.Lock()
+        self._turn = threading.Condition()
+        self._reading = False
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._sock.settimeout(timeout_s)
+            self._sock.connect(str(path))
+            self._receiving = self._sock.dup()  # with a time-out of its own: a short wait must not cut a send short
+        except OSError as exc:
+            self._sock.close()
+            raise _connect_error(path, exc) from exc
+
+    def start(self, request: Request[Any]) -> Pending:
+        with self._sending:
+            if self.closed:
+                raise _gone(self._replies, self.path)
+            frame, pending = self._replies.register(request)
+            try:
+                self._sock.sendall(frame)
+            except OSError as exc:
+                # A frame may have gone out in part: nothing that follows it could be understood.
+                self._break()
+                raise _gone(self._replies, self.path) from exc
+        return pending
+
+    def wait(self, pending: Pending, deadline_s: float) -> Any:
+        """The reply. Raises: DaemonTimeout, DaemonUnavailable, or what the daemon answered (ProtocolError)."""
+        turn = self._turn
+        if pending.ended():
+            return pending.result()
+        with turn:
+            while self._reading and not pending.ended():
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or not turn.wait(left_s):
+                    return self._give_up(pending)
+            if pending.ended():
+                return pending.result()
+            self._reading = True
+        try:
+            while not pending.ended():
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or not self._read(left_s):
+                    return self._give_up(pending)
+        finally:
+            with turn:
+                self._reading = False
+                turn.notify_all()
+        return pending.result()
+
+    def _give_up(self, pending: Pending) -> Any:
+        with self._turn:
+            pending.abandoned = True
+            if pending.ended():
+                return pending.result()
+        raise DaemonTimeout("the daemon did not answer within the call's deadline; it may be overloaded or stopped")
+
+    def _read(self, timeout_s: float) -> bool:
+        """Receive once and file what is whole. False: nothing came in time."""
+        try:
+            self._receiving.settimeout(timeout_s)
+            count = self._inbox.receive(self._receiving, descriptors=True)
+            if count == 0:
+                self._break()
+                return True
+            while (frame := self._inbox.next_frame()) is not None:
+                kind, request_id, body = frame
+                # Under the lock, so that a reply is either used by its waiter or given back, never both.
+                with body, self._turn:
+                    ended, undoing = self._replies.receive(kind, request_id, body, self._inbox)
+                    if ended is not None:
+                        self._turn.notify_all()
+                if undoing is not None:
+                    self.start(undoing).abandoned = True
+        except TimeoutError:
+            return False
+        except (OSError, ProtocolError, DaemonUnavailable):
+            self._break()
+        return True
+
+    def _break(self) -> None:
+        self.closed = True
+        self._sock.close()
+        self._receiving.close()
+        self._replies.fail_all(_gone(self._replies, self.path))
+        with self._turn:
+            self._turn.notify_all()
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._sending:
+            if not self.closed:
+                try:
+                    self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
+                except OSError:
+                    pass
+                self._break()
+        self._inbox.close()
+
+
+class LoopTransport(FrameSocket):
+    """One socket on the running event loop."""
+
+    def __init__(self, sock: socket.socket, path: Path) -> None:
+        super().__init__(sock, max_frame_bytes=MAX_REPLY_BYTES, descriptors=True)
+        self.path = path
+        self._replies = Replies()
+        self.resume()
+
+    @classmethod
+    async def connect(cls, path: Path, *, timeout_s: float) -> LoopTransport:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.get_running_loop().sock_connect(sock, str(path))
+        except TimeoutError as exc:
+            sock.close()
+            raise DaemonTimeout(f"the daemon at {path} did not accept a connection in {timeout_s} s") from exc
+        except OSError as exc:
+            sock.close()
+            raise _connect_error(path, exc) from exc
+        return cls(sock, path)
+
+    def start(self, request: Request[Any]) -> Pending:
+        if self.closed:
+            raise _gone(self._replies, self.path)
+        frame, pending = self._replies.register(request)
+        self.send(frame)
+        return pending
+
+    async def wait(self, pending: Pending, deadline_s: float) -> Any:
+        """The reply. Raises: DaemonTimeout, DaemonUnavailable, or what the daemon answered (ProtocolError)."""
+        if not pending.ended():
+            pending.future = self._loop.create_future()
+            try:
+                async with asyncio.timeout(deadline_s - time.monotonic()):
+                    await pending.future
+            except TimeoutError as exc:
+                self._abandon(pending)
+                raise DaemonTimeout("the daemon did not answer within the call's deadline") from exc
+            except asyncio.CancelledError:
+                self._abandon(pending)
+                raise
+        return pending.result()
+
+    def _abandon(self, pending: Pending) -> None:
+        pending.abandoned = True
+        if pending.ended() and (undoing := undo(pending.reply)) is not None and not self.closed:
+            self.start(undoing).abandoned = True
+
+    def frame_received(self, kind: int, request_id: int, body: memoryview) -> None:
+        try:
+            ended, undoing = self._replies.receive(kind, request_id, body, self.inbox)
+        except (ProtocolError, msgspec.DecodeError, msgspec.ValidationError):
+            self.close()
+            return
+        if undoing is not None and not self.closed:
+            self.start(undoing).abandoned = True
+        if ended is not None and ended.future is not None and not ended.future.done():
+            ended.future.set_result(None)
+
+    def stream_broken(self, error: ProtocolError) -> None:
+        self.close()
+
+    def connection_ended(self) -> None:
+        for pending in self._replies.fail_all(_gone(self._replies, self.path)):
+            if pending.future is not None and not pending.future.done():
+                pending.future.set_result(None)

@@ -1,0 +1,253 @@
+"""Frames over stream sockets: the receive buffer and the non-blocking socket that daemon and async clients share.
+
+Covers cutting a byte stream into frames, sending without blocking, descriptors that travel beside frames. Knows no verbs.
+Always true: memory is bounded by the frame limit and the outbox limit; a frame is handed on once and whole.
+
+Own sockets and `add_reader` instead of asyncio streams, because replies carry file descriptors (SCM_RIGHTS), which no
+asyncio or uvloop transport can send or receive.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import socket
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from forebay.kvstore.errors import ProtocolError
+from forebay.kvstore.wire import HEADER_BYTES, parse_header
+
+_READ_BYTES: Final = 256 << 10
+_FRAMES_A_TURN: Final = 16  # then other sockets get their turn
+_MAX_OUTBOX_BYTES: Final = 256 << 20
+MAX_DESCRIPTORS: Final = 64  # in one frame
+_RIGHTS_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
+
+
+class FrameBuffer:
+    """Bytes received and not yet taken as frames."""
+
+    def __init__(self, max_frame_bytes: int) -> None:
+        self._max_frame_bytes = max_frame_bytes
+        self._buffer = bytearray(_READ_BYTES)
+        self._start = self._end = 0
+        self.descriptors: deque[int] = deque()
+
+    def receive(self, sock: socket.socket, *, descriptors: bool) -> int:
+        """One `recv` into the buffer, with descriptors that come along if wanted. Returns its count, 0 at the end.
+
+        Raises: BlockingIOError, TimeoutError, OSError as the socket does.
+        """
+        self._make_room()
+        with memoryview(self._buffer) as view, view[self._end :] as room:
+            if descriptors:
+                count, ancillary, _, _ = sock.recvmsg_into([room], _RIGHTS_BYTES)
+                for level, kind, data in ancillary:
+                    if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                        received = array.array("i")
+                        received.frombytes(data[: len(data) - len(data) % received.itemsize])
+                        for descriptor in received:
+                            os.set_inheritable(descriptor, False)
+                        self.descriptors.extend(received)
+            else:
+                count = sock.recv_into(room)
+        self._end += count
+        return count
+
+    def next_frame(self) -> tuple[int, int, memoryview] | None:
+        """(kind, request id, body) of the next whole frame, or None. Release the body before the next `receive`.
+
+        Raises: ProtocolError: the stream is no longer to be trusted.
+        """
+        have = self._end - self._start
+        if have < HEADER_BYTES:
+            return None
+        kind, request_id, length = parse_header(self._buffer, self._start, self._max_frame_bytes)
+        if have < HEADER_BYTES + length:
+            return None
+        body = self._start + HEADER_BYTES
+        self._start = body + length
+        return kind, request_id, memoryview(self._buffer)[body : self._start]
+
+    @property
+    def pending(self) -> bool:
+        """Whether bytes are left that may hold a frame."""
+        return self._end - self._start >= HEADER_BYTES
+
+    def _make_room(self) -> None:
+        have = self._end - self._start
+        need = _READ_BYTES // 4
+        if have >= HEADER_BYTES:
+            length = parse_header(self._buffer, self._start, self._max_frame_bytes)[2]
+            need = max(need, HEADER_BYTES + length - have)
+        if not have:
+            self._start = self._end = 0
+            if len(self._buffer) > 4 * _READ_BYTES:
+                self._buffer = bytearray(_READ_BYTES)  # one huge frame doesn't keep its memory for the session's life
+        if len(self._buffer) - self._end >= need:
+            return
+        fresh = self._buffer if len(self._buffer) - have >= need else bytearray(have + need)
+        fresh[:have] = self._buffer[self._start : self._end]
+        self._buffer, self._start, self._end = fresh, 0, have
+
+    def close(self) -> None:
+        """Close descriptors that no frame has claimed."""
+        while self.descriptors:
+            os.close(self.descriptors.popleft())
+
+
+class FrameSocket:
+    """A connected stream socket on the running event loop. A subclass says what frames mean."""
+
+    def __init__(self, sock: socket.socket, *, max_frame_bytes: int, descriptors: bool) -> None:
+        sock.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        self._take_descriptors = descriptors
+        self.inbox = FrameBuffer(max_frame_bytes)
+        self._outbox: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._outbox_bytes = 0
+        self._reading = False
+        self._closing = False  # after the outbox has gone
+        self.closed = False
+
+    # --- for the subclass -----------------------------------------------------------------------------------------
+
+    def frame_received(self, kind: int, request_id: int, body: memoryview) -> None:
+        """One frame; `body` is valid during the call."""
+        raise NotImplementedError
+
+    def stream_broken(self, error: ProtocolError) -> None:
+        """The peer sent what is no frame."""
+        raise NotImplementedError
+
+    def connection_ended(self) -> None:
+        """The socket is closed, by whichever side. Called once."""
+        raise NotImplementedError
+
+    def may_take_more(self) -> bool:
+        """Whether the next frame may be handed on now. If not, call `resume` later."""
+        return True
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Read, and hand on what is there already."""
+        if not self._reading and not self.closed and not self._closing:
+            self._reading = True
+            self._loop.add_reader(self._sock.fileno(), self._readable)
+            self._hand_on()
+
+    def pause(self) -> None:
+        if self._reading:
+            self._reading = False
+            self._loop.remove_reader(self._sock.fileno())
+
+    def _readable(self) -> None:
+        try:
+            count = self.inbox.receive(self._sock, descriptors=self._take_descriptors)
+        except BlockingIOError:
+            return
+        except OSError:
+            count = 0
+        except ProtocolError as exc:
+            self.stream_broken(exc)
+            return
+        if count == 0:
+            self.close()
+        else:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        for kind, request_id, body in self._frames():
+            with body:
+                self.frame_received(kind, request_id, body)
+
+    def _frames(self) -> Iterator[tuple[int, int, memoryview]]:
+        """Whole frames of this turn."""
+        for _ in range(_FRAMES_A_TURN):
+            if not self._reading:
+                return
+            if not self.may_take_more():
+                self.pause()
+                return
+            try:
+                frame = self.inbox.next_frame()
+            except ProtocolError as exc:
+                self.stream_broken(exc)
+                return
+            if frame is None:
+                return
+            yield frame
+        if self._reading and self.inbox.pending:
+            self.pause()  # turns alternate with other sockets'
+            self._loop.call_soon(self.resume)
+
+    # --- sending --------------------------------------------------------------------------------------------------
+
+    def send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send now or as soon as the peer reads. Never blocks; a peer that doesn't read is dropped at the limit."""
+        if self.closed:
+            return
+        view = memoryview(data)
+        if not self._outbox:
+            sent = self._push(view, descriptors)
+            if self.closed or sent == len(view):
+                return
+            self._loop.add_writer(self._sock.fileno(), self._writable)
+            view, descriptors = view[sent:], () if sent else descriptors
+        self._outbox.append((view, descriptors))
+        self._outbox_bytes += len(view)
+        if self._outbox_bytes > _MAX_OUTBOX_BYTES:
+            self.close()
+
+    def _push(self, data: memoryview, descriptors: Sequence[int]) -> int:
+        """How many bytes the kernel took. Closes the connection when it is broken."""
+        try:
+            if descriptors:
+                rights = array.array("i", descriptors)
+                return self._sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            return self._sock.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            self.close()
+            return 0
+
+    def _writable(self) -> None:
+        while self._outbox:
+            data, descriptors = self._outbox[0]
+            sent = self._push(data, descriptors)
+            if self.closed:
+                return
+            self._outbox_bytes -= sent
+            if sent < len(data):
+                if sent:
+                    self._outbox[0] = (data[sent:], ())
+                return
+            self._outbox.popleft()
+        self._loop.remove_writer(self._sock.fileno())
+        if self._closing:
+            self.close()
+
+    def close_after_sending(self) -> None:
+        """Read nothing more; close once what was sent has gone."""
+        self._closing = True
+        self.pause()
+        if not self._outbox:
+            self.close()
+
+    def close(self) -> None:
+        """Close now. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        self.pause()
+        self._loop.remove_writer(self._sock.fileno())
+        self._sock.close()
+        self._outbox.clear()
+        self.inbox.close()
+        self.connection_ended()

@@ -1,0 +1,394 @@
+"""The daemon: one process that owns the index and serves every engine on the node.
+
+Wires the ram tier, the stores, the session door and the HTTP door together and runs them on one event loop. What a verb does
+is in server/verbs.py. Always true: what a daemon holds can be told by `stats` and `health`; after `drain` nothing of it is
+left but what lower tiers keep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, Final
+
+from forebay import __version__
+from forebay.kvstore.channel import TierChannel
+from forebay.kvstore.errors import BadRequest, OverLimit, UnknownHandle
+from forebay.kvstore.identity import PUBLIC_SECRET, NamespaceFacts, namespace_id
+from forebay.kvstore.index import ABSENT, RowArray, State, Table
+from forebay.kvstore.objects import ObjectLayout, seal
+from forebay.kvstore.store import Store, StorePolicy
+from forebay.kvstore.tier import ObjectKey, Tier
+from forebay.server.door import Connection, UnixListener
+from forebay.server.http import HttpDoor
+from forebay.server.lag import LoopLag
+from forebay.server.reports import Reports
+from forebay.server.sessions import Registry
+from forebay.server.settings import BadSettings, Settings
+from forebay.server.verbs import SessionVerbs
+from forebay.tiers.ram import RamDomain, RamTier
+
+log = logging.getLogger("forebay.daemon")
+
+TENANT: Final = "default"  # the one tenant of a daemon without a credentials table
+_SWEEP_S: Final = 0.25
+_GONE_REMEMBERED: Final = 8192
+_MAX_PINNED_SHARE: Final = 0.5
+
+
+@dataclass(frozen=True)
+class DrainReport:
+    """What a shutdown did."""
+
+    seconds: float
+    sessions_closed: int
+    leases_left: int  # still held when time was up
+    allocations_left: int
+    objects_copied: int  # to lower tiers while draining
+    objects_left: int  # that only RAM had
+
+    def __str__(self) -> str:
+        return (
+            f"drained in {self.seconds:.1f} s: {self.sessions_closed} sessions closed, {self.leases_left} leases and "
+            f"{self.allocations_left} allocations cut short, {self.objects_copied} objects copied down, "
+            f"{self.objects_left} objects lost with RAM"
+        )
+
+
+class Daemon:
+    """Serves until `drain`. `lower`: tiers below RAM, fastest first, beside those that the settings name."""
+
+    def __init__(self, settings: Settings, *, lower: Sequence[Tier] = ()) -> None:
+        self.settings = settings
+        self.boot_epoch = os.urandom(16)
+        self.draining = False
+        self.max_explain_keys = 1024
+        self.probe_timeout_s = 0.05  # a match that waits longer on a slow tier costs more than it can tell
+        self.verb_counts: Counter[str] = Counter()
+        self.hits = 0
+        self.stored = 0
+        self.reports = Reports()
+        self._given_lower = tuple(lower)
+        self.lower: tuple[TierChannel, ...] = ()
+        self._stores: dict[str, Store] = {}
+        self._layouts: dict[tuple[str, bytes], tuple[ObjectLayout, ...]] = {}
+        self._gone: OrderedDict[ObjectKey, str] = OrderedDict()
+        self._connections: set[Connection] = set()
+        self._background: set[asyncio.Task[None]] = set()
+        self._started_s = time.monotonic()
+        self._ready = False
+        self.ram: RamTier
+        self.registry: Registry
+        self._lag: LoopLag
+        self._listener: UnixListener
+        self._http: HttpDoor | None = None
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Open the doors.
+
+        Raises: DaemonAlreadyRunning, BadSettings (an unknown tier), OSError (an address that is taken).
+        """
+        settings = self.settings
+        self.registry = Registry()
+        self._lag = LoopLag()
+        self.ram = RamTier(
+            capacity_bytes=settings.ram_bytes,
+            extent_bytes=settings.extent_bytes,
+            reserve_bytes=settings.memory_reserve_bytes,
+            on_gone=self._note_gone,
+        )
+        self._listener = UnixListener(settings.socket, mode=settings.socket_mode, accepted=self._accepted)
+        self._listener.start()
+        try:
+            self.lower = tuple(TierChannel(tier) for tier in (*self._given_lower, *_named_tiers(settings)))
+            if settings.http_port >= 0:
+                self._http = HttpDoor(self, host=settings.http_host, port=settings.http_port)
+                await self._http.start()
+        except BaseException:
+            self._listener.stop()
+            await self.ram.aclose()
+            raise
+        self._lag.start()
+        self.background(self._sweep())
+        self._ready = True
+        log.info(
+            "ready",
+            extra={"socket": str(settings.socket), "http_port": self.http_port, "ram_bytes": self.ram.capacity_bytes},
+        )
+
+    @property
+    def http_port(self) -> int:
+        return self._http.port if self._http is not None else -1
+
+    def _accepted(self, sock: socket.socket) -> None:
+        connection = Connection(sock, max_frame_bytes=self.settings.max_frame_bytes)
+        if len(self._connections) >= 2 * self.settings.max_sessions:
+            connection.close()  # more sockets than sessions could ever be: not even a hello is read
+            return
+        self._connections.add(connection)
+        connection.start(SessionVerbs(self, connection))
+
+    def disconnected(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+
+    def background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background_ended)
+
+    def _background_ended(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            log.error("background task failed", exc_info=exc)
+
+    async def _sweep(self) -> None:
+        """End sessions that hold memory past the deadline: they may be stopped, and their memory waits for them."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            for session in self.registry.overdue(time.monotonic()):
+                self.registry.counters.ended_by_deadline += 1
+                log.warning(
+                    "session ended: it held a lease or an allocation past its deadline", extra={"pid": session.pid}
+                )
+                session.close()
+
+    async def drain(self) -> DrainReport:
+        """Take nothing new, let what runs finish for `drain_s`, copy down what only RAM has, close. Says what it did."""
+        started_s = time.monotonic()
+        self.draining = True
+        self._ready = False
+        self._listener.stop()
+        deadline_s = started_s + self.settings.drain_s
+        while time.monotonic() < deadline_s and self._busy():
+            await asyncio.sleep(0.02)
+        sessions = list(self.registry.sessions.values())
+        leases = sum(len(session.leases) for session in sessions)
+        allocations = sum(len(session.allocations) for session in sessions)
+        for connection in list(self._connections):
+            connection.close()
+        copied = left = 0
+        for store in self._stores.values():
+            ended = await store.aclose(max(0.0, deadline_s - time.monotonic()))
+            copied += ended.copied
+            left += ended.left
+        if not self.lower:
+            left = sum(table.visible for table in self.ram.index.tables)
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        for channel in self.lower:
+            await channel.aclose()
+        if self._http is not None:
+            await self._http.stop()
+        self._lag.stop()
+        await self.ram.aclose()
+        report = DrainReport(time.monotonic() - started_s, len(sessions), leases, allocations, copied, left)
+        log.info("drained", extra={"report": str(report)})
+        return report
+
+    def _busy(self) -> bool:
+        return any(session.leases or session.allocations for session in self.registry.sessions.values())
+
+    # --- what verbs ask for -----------------------------------------------------------------------------------------
+
+    def domain_of(self, uid: int) -> RamDomain:
+        """The trust domain of a peer: tenant and uid. Within it clients trust each other, as ranks of one engine do."""
+        options = self.settings.domain(TENANT, uid)
+        return self.ram.domain(f"{TENANT}/{uid}", read_only=options.read_only)
+
+    def namespace_id(self, facts: NamespaceFacts) -> bytes:
+        return namespace_id(facts, tenant=TENANT, secret=PUBLIC_SECRET)
+
+    def note_namespace(self, domain: RamDomain, namespace: bytes, layouts: tuple[ObjectLayout, ...]) -> None:
+        self._layouts[(domain.domain_name, namespace)] = layouts
+
+    def store_of(self, domain: RamDomain) -> Store:
+        """The domain's store: its RAM in front of the tiers that all domains share."""
+        store = self._stores.get(domain.domain_name)
+        if store is None:
+
+            def verify(key: ObjectKey, view: memoryview) -> str | None:
+                layout = self._layouts[(domain.domain_name, key.namespace)][key.group]
+                return layout.verify_object(view, key=key.block, namespace=key.namespace)
+
+            store = self._stores[domain.domain_name] = Store(
+                domain,
+                self.lower,
+                verify=verify,
+                seal=seal,
+                settings=StorePolicy(write_policy=self.settings.write_policy),
+            )
+        return store
+
+    @staticmethod
+    def object_key(table: Table, block: bytes) -> ObjectKey:
+        return ObjectKey(table.namespace, block, table.group)
+
+    def hold_deadline_s(self) -> float:
+        return time.monotonic() + self.settings.lease_deadline_s
+
+    @property
+    def quarantine_is_full(self) -> bool:
+        return self.registry.quarantined_bytes() >= self.settings.max_quarantine_bytes
+
+    def check_pins(self, domain: RamDomain, rows: RowArray) -> None:
+        """Raises: OverLimit if pins would keep more than half of the tier."""
+        index = self.ram.index
+        used = index.rows[: index.high_water]
+        pinned = used["table"][used["pins"] > 0].tolist() + index.table[rows[index.pins[rows] == 0]].tolist()
+        held = sum(self.ram.class_of_table[number].stride * count for number, count in Counter(pinned).items())
+        if held > _MAX_PINNED_SHARE * self.ram.capacity_bytes:
+            raise OverLimit(f"pins would keep {held} bytes, more than half of the ram tier: unpin some first")
+
+    def estimates(self) -> dict[str, tuple[float, float, int, float, bool]]:
+        found = {self.ram.name: self.reports.ram_estimate()}
+        found.update((channel.name, channel.estimate()) for channel in self.lower)
+        return {
+            name: (e.latency_s, e.bandwidth_bytes_per_s, e.queued_bytes, e.overhead_s_per_object, e.healthy)
+            for name, e in found.items()
+        }
+
+    async def delete(self, domain: RamDomain, keys: Sequence[ObjectKey]) -> int:
+        if self.lower:
+            return await self.store_of(domain).delete(keys)
+        return sum([await domain.delete(key) for key in keys])
+
+    async def flush(self, domain: RamDomain, keys: Sequence[ObjectKey], timeout_s: float) -> tuple[int, int, int]:
+        """(durable, missing, failed); without a lower tier nothing can be durable."""
+        if self.lower:
+            result = await self.store_of(domain).flush(keys, timeout_s=timeout_s)
+            return result.durable, result.missing, result.failed
+        present = sum(domain.leading_run(key.namespace, key.group, [key.block]) for key in keys)
+        return 0, len(keys) - present, present
+
+    # --- telling ----------------------------------------------------------------------------------------------------
+
+    def _note_gone(self, table: Table, blocks: list[bytes], why: str) -> None:
+        gone = self._gone
+        for block in blocks[-_GONE_REMEMBERED:]:
+            gone[ObjectKey(table.namespace, block, table.group)] = why
+        while len(gone) > _GONE_REMEMBERED:
+            gone.popitem(last=False)
+
+    def explain_blocks(self, domain: RamDomain, table: Table, blocks: Sequence[bytes]) -> list[dict[str, Any]]:
+        """For each block: which tiers hold it, in what state, or why it is not there. No token ids."""
+        index = self.ram.index
+        answers: list[dict[str, Any]] = []
+        for block in blocks:
+            key = self.object_key(table, block)
+            row = table.get(block)
+            answer: dict[str, Any] = {"key": block.hex(), "tiers": [domain.name] if row != ABSENT else []}
+            if self.lower:
+                told = self.store_of(domain).explain(key)
+                answer.update((name, told[name]) for name in ("tiers", "waits_to_be_copied", "copying", "loading"))
+            if row != ABSENT:
+                answer.update(
+                    hits=index.hits.item(row),
+                    leases=index.refs.item(row),
+                    pinned=index.pins.item(row) > 0,
+                )
+            elif self._is_being_written(table, block):
+                answer["why"] = "being written"
+            elif not answer["tiers"]:
+                answer["why"] = self._gone.get(key, "never stored, or gone too long ago to remember")
+            answers.append(answer)
+        return answers
+
+    def _is_being_written(self, table: Table, block: bytes) -> bool:
+        row = table.hidden.get(block, ABSENT)
+        return row != ABSENT and self.ram.index.state.item(row) == State.WRITING
+
+    async def explain(self, namespace_hex: str, key_hexes: list[str]) -> list[dict[str, Any]]:
+        """As `explain_blocks`, by hex, over the trust domains that know the namespace.
+
+        Raises: UnknownHandle, BadRequest.
+        """
+        try:
+            namespace, keys = bytes.fromhex(namespace_hex), [bytes.fromhex(text) for text in key_hexes]
+        except ValueError as exc:
+            raise BadRequest("namespace and keys are hex") from exc
+        if any(len(key) != 16 for key in keys):
+            raise BadRequest("a key is 16 bytes: 32 hex digits")
+        answers: list[dict[str, Any]] = []
+        for domain in self.ram.domains.values():
+            table = domain.tables.get((namespace, 0))
+            if table is not None:
+                for answer in self.explain_blocks(domain, table, keys):
+                    answers.append({"domain": domain.domain_name, **answer})
+        if not answers and keys:
+            raise UnknownHandle(f"no session has opened namespace {namespace_hex} since this daemon started")
+        return answers
+
+    @property
+    def loop_lag(self) -> Mapping[str, Any]:
+        return self._lag.histogram()
+
+    def stats(self) -> dict[str, Any]:
+        tiers: dict[str, Any] = {self.ram.name: self.ram.stats()}
+        for channel in self.lower:
+            tiers[channel.name] = channel.stats()
+        return {
+            "version": __version__,
+            "uptime_s": time.monotonic() - self._started_s,
+            "boot_epoch": self.boot_epoch.hex(),
+            "blocks": {"hits_total": self.hits, "stored_total": self.stored},
+            "sessions": self.registry.stats(),
+            "tiers": tiers,
+            "stores": {name: store.stats() for name, store in self._stores.items()},
+            "verbs": {f"{verb}": {"requests_total": count} for verb, count in self.verb_counts.items()},
+            "reports": self.reports.stats(),
+            "loop_lag": self._lag.recent(),
+            "health": self.health(),
+            "http_url": self._http.url if self._http is not None else "",
+        }
+
+    def health(self) -> dict[str, Any]:
+        quarantined = self.registry.quarantined_bytes()
+        reasons: list[str] = []
+        if self.draining:
+            reasons.append("draining")
+        if self.quarantine_is_full:
+            reasons.append(
+                f"{quarantined} bytes are quarantined for processes that neither ended nor settled: look for stopped engines"
+            )
+        reasons.extend(f"tier {channel.name} is down" for channel in self.lower if not channel.healthy)
+        return {
+            "ok": not self.quarantine_is_full,
+            "ready": self._ready,
+            "reasons": reasons,
+            "quarantined_bytes": quarantined,
+            "orphans": len(self.registry.orphans),
+        }
+
+
+def _named_tiers(settings: Settings) -> list[Tier]:
+    """Tiers below RAM that the settings name, made by their `forebay.tiers` entry points.
+
+    Raises: BadSettings: no such tier is installed.
+    """
+    known = {point.name: point for point in entry_points(group="forebay.tiers")}
+    missing = [name for name in settings.tiers if name not in known]
+    if missing:
+        installed = ", ".join(sorted(known)) or "none"
+        raise BadSettings(
+            [f"tiers: {', '.join(missing)} not installed (entry points of forebay.tiers here: {installed})"]
+        )
+    tiers: list[Tier] = []
+    for name in settings.tiers:
+        try:
+            tier = known[name].load()(**settings.tier_options.get(name, {}))
+        except (TypeError, ValueError) as exc:
+            raise BadSettings([f"tier_options.{name}: {exc}"]) from exc
+        if not isinstance(tier, Tier):
+            raise BadSettings([f"tiers: {name} makes a {type(tier).__name__}, which is no Tier"])
+        tiers.append(tier)
+    return tiers

@@ -1,0 +1,245 @@
+"""The session door's sockets: frames in, frames and file descriptors out.
+
+Covers the Unix listener and one `Connection` a peer: requests in, answers out, bounds and back-pressure. Bytes are cut into
+frames by kvstore/framing.py; what a request means is decided by the `Handler`. Always true: no request, however malformed, raises out of here; a peer that doesn't
+read costs bounded memory and then its session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from forebay.kvstore import errors
+from forebay.kvstore.address import private_folder
+from forebay.kvstore.errors import ForebayError, MalformedFrame, ProtocolError
+from forebay.kvstore.framing import FrameSocket
+from forebay.kvstore.wire import (
+    AnyRequest,
+    Kind,
+    decode_request,
+    encode_error,
+    encode_frame,
+)
+
+log = logging.getLogger("forebay.door")
+
+_MAX_RUNNING: Final = 64  # requests of one peer in work at once; more wait in its socket
+_SO_PEERPIDFD: Final = 77  # Linux 6.5
+
+Answer = msgspec.Struct | tuple[msgspec.Struct, Sequence[int]]
+
+
+class DaemonAlreadyRunning(ForebayError):
+    """Another daemon serves this socket."""
+
+
+class Handler(Protocol):
+    """Decides what requests mean."""
+
+    def handle(self, request: AnyRequest) -> Answer | Coroutine[Any, Any, Answer]:
+        """The reply, a reply with descriptors to send, or a coroutine for either. Raises: ProtocolError."""
+
+    def closed(self) -> None:
+        """The peer is gone. Called once."""
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """Who connected, as the kernel says."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+class Connection(FrameSocket):
+    """One peer's requests: decoded, handed to the handler, answered in whatever order they end."""
+
+    def __init__(self, sock: socket.socket, *, max_frame_bytes: int) -> None:
+        super().__init__(sock, max_frame_bytes=max_frame_bytes, descriptors=False)
+        self._running: set[asyncio.Task[None]] = set()
+        self._handler: Handler | None = None
+        pid, uid, gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        self.peer = Peer(pid, uid, gid)
+
+    def open_pidfd(self) -> int | None:
+        """A pidfd of the peer's process, or None where the kernel can't name it (another pid namespace)."""
+        try:
+            raw = self._sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
+            pidfd: int = struct.unpack("i", raw)[0]
+            os.set_inheritable(pidfd, False)
+            return pidfd
+        except OSError:
+            pass  # an older kernel
+        try:
+            return os.pidfd_open(self.peer.pid) if self.peer.pid > 0 else None
+        except OSError:
+            return None
+
+    def start(self, handler: Handler) -> None:
+        self._handler = handler
+        self.resume()
+
+    def may_take_more(self) -> bool:
+        return len(self._running) < _MAX_RUNNING
+
+    def frame_received(self, kind: int, request_id: int, body: memoryview) -> None:
+        assert self._handler is not None
+        try:
+            if kind != Kind.REQUEST:
+                raise MalformedFrame(f"a client sends requests only, not frames of kind {kind}")
+            outcome = self._handler.handle(decode_request(body))
+        except Exception as exc:
+            self._failed(request_id, exc)
+            return
+        if asyncio.iscoroutine(outcome):
+            task = self._loop.create_task(self._finish(request_id, outcome))
+            self._running.add(task)
+            task.add_done_callback(self._finished)
+        else:
+            self._answer(request_id, outcome)
+
+    async def _finish(self, request_id: int, outcome: Coroutine[Any, Any, Answer]) -> None:
+        try:
+            answer = await outcome
+        except Exception as exc:
+            self._failed(request_id, exc)
+        else:
+            self._answer(request_id, answer)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self.resume()
+
+    def _answer(self, request_id: int, answer: Answer) -> None:
+        descriptors: Sequence[int] = ()
+        if isinstance(answer, tuple):
+            answer, descriptors = answer
+        self.send(encode_frame(Kind.REPLY, request_id, answer), descriptors)
+
+    def notice(self, ticket: int, body: msgspec.Struct) -> None:
+        self.send(encode_frame(Kind.NOTICE, ticket, body))
+
+    def _failed(self, request_id: int, exc: Exception) -> None:
+        # The top of a request: whatever went wrong inside ends as a typed answer, and the daemon goes on.
+        error = as_protocol_error(exc)
+        self.send(encode_error(request_id, error))
+        if error.fatal:
+            self._end(error)
+
+    def stream_broken(self, error: ProtocolError) -> None:
+        self.send(encode_error(0, error))
+        self._end(error)
+
+    def _end(self, error: ProtocolError) -> None:
+        """The peer was told why; its stream or its manners can't be trusted any more."""
+        log.warning("session ended: %s", error.code, extra={"pid": self.peer.pid, "code": error.code})
+        self.close_after_sending()
+
+    def connection_ended(self) -> None:
+        for task in self._running:
+            task.cancel()
+        if self._handler is not None:
+            self._handler.closed()
+
+
+def as_protocol_error(exc: Exception) -> ProtocolError:
+    """What a peer is told of an exception: typed errors as they are, caller mistakes by their text, the rest by name only."""
+    if isinstance(exc, ProtocolError):
+        return exc
+    if isinstance(exc, ValueError):
+        return errors.BadRequest(str(exc))
+    if isinstance(exc, errors.TierFull):
+        return errors.ObjectTooLarge(str(exc))
+    if isinstance(exc, TimeoutError):
+        return errors.RequestTimeout("the daemon could not do it in time; nothing is left half done")
+    log.error("request failed inside the daemon", exc_info=exc)
+    return errors.DaemonFault(f"{type(exc).__name__} inside the daemon; its log has the details")
+
+
+class UnixListener:
+    """Owns the socket's path: one daemon a path, by a lock that the kernel drops however the daemon ends."""
+
+    def __init__(self, path: Path, *, mode: int, accepted: Callable[[socket.socket], None]) -> None:
+        self.path = path
+        self._mode = mode
+        self._accepted = accepted
+        self._sock: socket.socket | None = None
+        self._lock = -1
+        self._loop = asyncio.get_running_loop()
+
+    def start(self) -> None:
+        """Bind and listen.
+
+        Raises: DaemonAlreadyRunning; OSError when the folder can't be used.
+        """
+        if not self.path.parent.exists():
+            private_folder(self.path.parent)
+        lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise DaemonAlreadyRunning(
+                f"another daemon serves {self.path}: stop it, or give this one its own --socket"
+            ) from None
+        self._lock = lock
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            self.path.unlink(missing_ok=True)  # left by a killed daemon: we hold the lock
+            previous = os.umask(0o777)  # nobody connects between bind and chmod
+            try:
+                sock.bind(str(self.path))
+            finally:
+                os.umask(previous)
+            os.chmod(self.path, self._mode)
+            sock.listen(128)
+        except BaseException:
+            sock.close()
+            self._unlock()
+            raise
+        self._sock = sock
+        self._loop.add_reader(sock.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        assert self._sock is not None
+        for _ in range(16):
+            try:
+                peer, _ = self._sock.accept()
+            except BlockingIOError:
+                return
+            except OSError as exc:
+                # Out of descriptors, most likely: look again soon instead of spinning on a readable listener.
+                log.error("accept failed: %s", exc.strerror)
+                self._loop.remove_reader(self._sock.fileno())
+                self._loop.call_later(0.5, self._look_again)
+                return
+            peer.setblocking(False)
+            self._accepted(peer)
+
+    def _look_again(self) -> None:
+        if self._sock is not None:
+            self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    def stop(self) -> None:
+        """Stop listening and take the path away. Idempotent."""
+        if self._sock is None:
+            return
+        self._loop.remove_reader(self._sock.fileno())
+        self._sock.close()
+        self._sock = None
+        self.path.unlink(missing_ok=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        os.close(self._lock)
+        self._lock = -1
