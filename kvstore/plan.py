@@ -64,16 +64,15 @@ def plan(
     block_bytes: int,
     prompt_tokens: int,
     resident_blocks: int = 0,
-    copy_s_per_block: float = 0.0,
     margin: float = 0.05,
 ) -> Plan:
     """Choose the leading blocks to load so that the first token is expected soonest: load them, then compute the rest.
 
     Args:
-        runs: the leading present run from block 0 on. estimates: by tier name; a tier without one is not used.
+        runs: the leading present run from block 0 on. estimates: by tier name, up to and including
+            the copy into the engine's cache; a tier without one is not used.
         prompt_tokens: tokens of the prompt; its last one is always computed, since its logits are needed.
         resident_blocks: leading blocks already in the engine's own cache.
-        copy_s_per_block: what the engine itself spends on a loaded block (from memory into its cache).
         margin: share of the cold time that loading must save to be worth a try; estimates are not perfect.
     Raises: ValueError: a count that makes no sense.
     """
@@ -103,7 +102,7 @@ def plan(
         each_s = block_bytes / estimate.bandwidth_bytes_per_s + estimate.overhead_s_per_object
         more = np.arange(piece.blocks, dtype=np.float64)
         cached = (piece.first + more + 1) * block_tokens
-        load_s = others_s + first_s + more * each_s + (loaded + more + 1) * copy_s_per_block
+        load_s = others_s + first_s + more * each_s
         total_s = load_s + prefill.predict_many(cached, prompt_tokens - cached)
         i = int(np.argmin(total_s))  # the first of equals: fewer bytes
         if total_s[i] < best_s and total_s[i] <= limit_s:

@@ -47,7 +47,7 @@ runs_lists = st.lists(st.builds(Held, st.sampled_from(["ram", "ssd", "s3"]), st.
 
 
 def brute_force(
-    runs: list[Held], estimates: dict[str, TierEstimate], prefill: PrefillModel, prompt: int, resident: int, copy: float
+    runs: list[Held], estimates: dict[str, TierEstimate], prefill: PrefillModel, prompt: int, resident: int
 ) -> float:
     """The least time over all prefixes, block by block, sharing no code with the plan."""
     holders = [run.tier for run in runs for _ in range(run.blocks)]
@@ -56,7 +56,7 @@ def brute_force(
         wanted = holders[resident:end]
         if len(wanted) < end - resident or any(t not in estimates or not estimates[t].healthy for t in wanted):
             break
-        load = sum(load_time_s(estimates[t], wanted.count(t), BYTES) for t in set(wanted)) + len(wanted) * copy
+        load = sum(load_time_s(estimates[t], wanted.count(t), BYTES) for t in set(wanted))
         times.append(load + prefill.predict(end * TOKENS, prompt - end * TOKENS))
     return min(times)
 
@@ -67,7 +67,6 @@ def test_a_plan_is_as_good_as_trying_every_prefix_and_never_slower_than_cold(
 ) -> None:
     prompt = data.draw(st.integers(1, 40 * TOKENS))
     resident = data.draw(st.integers(0, (prompt - 1) // TOKENS))
-    copy = data.draw(st.floats(0, 0.01))
     made = plan(
         runs,
         estimates,
@@ -76,10 +75,9 @@ def test_a_plan_is_as_good_as_trying_every_prefix_and_never_slower_than_cold(
         block_bytes=BYTES,
         prompt_tokens=prompt,
         resident_blocks=resident,
-        copy_s_per_block=copy,
         margin=0.0,
     )
-    assert made.predicted_s == pytest.approx(brute_force(runs, estimates, prefill, prompt, resident, copy), rel=1e-9)
+    assert made.predicted_s == pytest.approx(brute_force(runs, estimates, prefill, prompt, resident), rel=1e-9)
     assert made.predicted_s <= made.predicted_cold_s
     assert made.load_blocks == sum(r.blocks for r in made.ranges)
     assert all(estimates[r.tier].healthy for r in made.ranges)
