@@ -11,7 +11,7 @@ import ctypes
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from forebay.clients.memory import MappedExtent, SharedMemory, read_places
+from forebay.clients.memory import MappedExtent, SharedMemory, distinct_extents, read_places
 from forebay.clients.transport import Pending, Transport
 from forebay.kvstore import wire
 from forebay.kvstore.address import default_socket_path
@@ -37,6 +37,7 @@ from forebay.kvstore.errors import (
 from forebay.kvstore.identity import NamespaceFacts
 from forebay.kvstore.keys import TokenIds, block_keys, token_words
 from forebay.kvstore.objects import ObjectLayout
+from forebay.kvstore.pages import address_of
 from forebay.kvstore.tier import Buffer, WritableBuffer
 from forebay.kvstore.wire import SlotStatus
 
@@ -299,7 +300,7 @@ class ClientCore:
         return reply.stats
 
     def map_extents(self, life: Life, places: npt.NDArray[np.void], deadline_s: float) -> Op[int]:
-        """Map what places lie in. Returns how many leading places are mapped: an extent may be retired meanwhile."""
+        """Get the extents that places lie in. Returns for how many leading places: one may be retired meanwhile."""
         unknown = life.memory.unknown(places)
         while unknown:
             pending = life.transport.start(wire.MapExtents(unknown[:64]))
@@ -309,8 +310,8 @@ class ClientCore:
             for number, descriptor in zip(reply.extents, pending.descriptors, strict=True):
                 life.memory.add(number, descriptor)
             unknown = unknown[64:]
-        mapped = np.isin(places["extent"], list(life.memory.extents))
-        return len(mapped) if mapped.all() else int(mapped.argmin())
+        missing = [number for number in distinct_extents(places) if number not in life.memory.extents]
+        return int(np.isin(places["extent"], missing).argmax()) if missing else len(places)
 
     def drop_retired(self, life: Life, retired: list[int]) -> None:
         if retired:
@@ -354,16 +355,18 @@ class Lease:
                 if len(self.places):
                     raise ValueError("this lease was released")
                 return []
-            start, end = self._layout.header_bytes, self._layout.object_bytes
-            views: list[memoryview] = []
+            # The loops run in C: a third of the time of a comprehension, and views are half of what an acquire costs.
+            offsets = self.places["offset"]
+            starts = (offsets + np.uint64(self._layout.header_bytes)).tolist()
+            ends = (offsets + np.uint64(self._layout.object_bytes)).tolist()
             extents = self._life.memory.extents
-            if len(self.places) and (self.places["extent"] == self.places["extent"][0]).all():
-                memory = extents[int(self.places["extent"][0])].memory
-                views = [memory[at + start : at + end] for at in self.places["offset"].tolist()]
+            distinct = distinct_extents(self.places)
+            views: list[memoryview]
+            if len(distinct) == 1:
+                views = list(map(extents[distinct[0]].memory.__getitem__, map(slice, starts, ends)))
             else:
                 memories = [extents[number].memory for number in self.places["extent"].tolist()]
-                offsets = self.places["offset"].tolist()
-                views = [memory[at + start : at + end] for memory, at in zip(memories, offsets, strict=True)]
+                views = list(map(memoryview.__getitem__, memories, map(slice, starts, ends)))
             self._views = views
         return self._views
 
@@ -387,8 +390,8 @@ class Lease:
         """XXH3-64 of each part of each block, from the headers."""
         if self._life is None:
             return []
-        parts = len(self._layout.part_bytes)
-        found: list[list[int]] = self._life.memory.gather(self.places, self._layout.checksums_offset, parts).tolist()
+        where = self._layout.checksums_offset // 8 + np.arange(len(self._layout.part_bytes))
+        found: list[list[int]] = self._life.memory.gather(self.places, where).tolist()
         return found
 
     @property
@@ -402,8 +405,7 @@ class Lease:
         life, self._life = self._life, None
         if life is None:
             return
-        for view in self._views or ():
-            view.release()
+        deque(map(memoryview.release, self._views or ()), maxlen=0)
         self._views = None
         try:
             if not life.transport.closed:
@@ -680,6 +682,7 @@ class NamespaceCore:
         lease = Lease(self.core, life, reply.lease, places, layout, loaded)
         try:
             mapped = yield from self.core.map_extents(life, places, deadline_s)
+            life.memory.map(places[:mapped], writable=False)
             good = life.memory.leading_good(places[:mapped], flat, self.id, layout, words)
             if good < len(places):
                 self.core.counters["doubted"] += len(places) - good
@@ -748,8 +751,7 @@ class NamespaceCore:
             if (yield from self.core.map_extents(life, writable, deadline_s)) < len(writable):
                 raise DaemonUnavailable("the daemon gave places that it does not share")
             if not life.memory.read_only:
-                for number in np.unique(writable["extent"]).tolist():
-                    life.memory.extents[number].map_writable()
+                life.memory.map(writable, writable=True)
         return places
 
     def reserve(
@@ -924,7 +926,9 @@ def _write_in_place(
     for i in writable:
         payload = payloads[start + i]
         source = memoryview(payload).cast("B")
-        memmove(extents[numbers[i]].address + offsets[i] + header, np.frombuffer(source, np.uint8).ctypes.data, size)
+        memmove(
+            extents[numbers[i]].write_address + offsets[i] + header, np.frombuffer(source, np.uint8).ctypes.data, size
+        )
         checksums.append([digest(source)] if len(ranges) == 1 else [digest(source[a:b]) for a, b in ranges])
     chunk.write_headers(memory, places, np.array(writable, np.int64), checksums)
 
@@ -946,7 +950,7 @@ def _addresses(
     for view in views:
         if view.nbytes < size or view.readonly:
             raise ValueError(f"a block needs a writable buffer of {size} bytes, not {view.nbytes}")
-    return [(ctypes.addressof(ctypes.c_char.from_buffer(view)), view) for view in views]
+    return [(address_of(view), view) for view in views]
 
 
 class _Targets:
@@ -965,7 +969,7 @@ class _Targets:
         header = self._layout.header_bytes
         digest, memmove = xxhash.xxh3_64_intdigest, ctypes.memmove
         expected = lease.checksums() if verify else []
-        bases = {number: extent.words.ctypes.data for number, extent in life.memory.extents.items()}
+        bases = {number: extent.read_address for number, extent in life.memory.extents.items()}
         numbers, offsets = lease.places["extent"].tolist(), lease.places["offset"].tolist()
         for i, (number, at) in enumerate(zip(numbers, offsets, strict=True)):
             address, view = self._addresses[i]

@@ -17,50 +17,50 @@ import numpy as np
 import numpy.typing as npt
 
 from forebay.kvstore.objects import ObjectLayout
+from forebay.kvstore.pages import populate
 from forebay.kvstore.wire import LOCATION_DTYPE
 
 Words = npt.NDArray[np.uint64]
-_KEY_WORD: Final = 2  # of a header: bytes 16..31
-_NAMESPACE_WORD: Final = 6  # bytes 48..63
+_IDENTITY_WORDS: Final = np.array([2, 3, 6, 7])  # of a header: key in bytes 16..31, namespace in 48..63
 
 
 class MappedExtent:
-    """One extent, mapped for reading, and for writing once something is written."""
+    """One extent, mapped for reading once something is read, and for writing once something is written.
 
-    __slots__ = (
-        "_fd",
-        "_readable",
-        "_writable",
-        "address",
-        "memory",
-        "number",
-        "size_bytes",
-        "words",
-        "writable_memory",
-    )
+    Two mappings, so that a consumer's stray write to a view is a fault in its own process, not another block's damage.
+    """
 
     def __init__(self, number: int, descriptor: int, size_bytes: int) -> None:
+        """`descriptor` belongs to this object from now on."""
         self.number = number
         self.size_bytes = size_bytes
         self._fd = descriptor
-        # Populated at once: 16,384 page faults taken one by one, in the first copies, cost ten times as much.
-        self._readable = mmap.mmap(
-            descriptor, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ
-        )
-        self.memory = memoryview(self._readable)
-        self.words: Words = np.frombuffer(self._readable, np.uint64)
+        self._readable: mmap.mmap | None = None
         self._writable: mmap.mmap | None = None
+        self.memory = memoryview(b"")
+        self.words: Words = np.empty(0, np.uint64)
+        self.read_address = 0
         self.writable_memory = memoryview(b"")
-        self.address = 0
+        self.write_address = 0
+
+    def map_readable(self) -> None:
+        if self._readable is None:
+            mapped = mmap.mmap(self._fd, self.size_bytes, prot=mmap.PROT_READ)
+            self.words = np.frombuffer(mapped, np.uint64)
+            self.read_address = self.words.ctypes.data
+            populate(self.read_address, self.size_bytes)
+            self.memory = memoryview(mapped)
+            self._readable = mapped
 
     def map_writable(self) -> None:
-        """Map for writing, too. Raises: PermissionError in a read-only domain."""
+        """Raises: PermissionError in a read-only domain."""
         if self._writable is None:
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self._writable = mmap.mmap(self._fd, self.size_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            self._writable.madvise(mmap.MADV_DONTFORK)
-            self.writable_memory = memoryview(self._writable)
-            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._writable))
+            mapped = mmap.mmap(self._fd, self.size_bytes)
+            mapped.madvise(mmap.MADV_DONTFORK)
+            self.write_address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+            populate(self.write_address, self.size_bytes)
+            self.writable_memory = memoryview(mapped)
+            self._writable = mapped
 
     def close(self) -> bool:
         """Unmap. False while a view of it is held elsewhere: its memory goes with that view."""
@@ -93,8 +93,8 @@ class SharedMemory:
         self.lock = threading.Lock()
 
     def unknown(self, places: npt.NDArray[np.void]) -> list[int]:
-        """Extents that places lie in and that are not mapped yet."""
-        return [number for number in np.unique(places["extent"]).tolist() if number not in self.extents]
+        """Extents that places lie in and that this session doesn't have yet."""
+        return [number for number in distinct_extents(places) if number not in self.extents]
 
     def add(self, number: int, descriptor: int) -> None:
         with self.lock:
@@ -102,6 +102,15 @@ class SharedMemory:
                 os.close(descriptor)  # another thread was quicker
             else:
                 self.extents[number] = MappedExtent(number, descriptor, self.extent_bytes)
+
+    def map(self, places: npt.NDArray[np.void], *, writable: bool) -> None:
+        """Map the extents that places lie in. Raises: PermissionError: writable in a read-only domain."""
+        with self.lock:
+            for number in distinct_extents(places):
+                if writable:
+                    self.extents[number].map_writable()
+                else:
+                    self.extents[number].map_readable()
 
     def drop(self, numbers: list[int]) -> list[int]:
         """Unmap retired extents. Returns those that are unmapped now."""
@@ -115,20 +124,19 @@ class SharedMemory:
 
     def by_extent(self, places: npt.NDArray[np.void]) -> Iterator[tuple[MappedExtent, npt.NDArray[np.intp]]]:
         """Positions in `places`, grouped by their extent."""
-        numbers = places["extent"]
-        if len(numbers) and (numbers == numbers[0]).all():
-            yield self.extents[int(numbers[0])], np.arange(len(numbers))
+        distinct = distinct_extents(places)
+        if len(distinct) == 1:
+            yield self.extents[distinct[0]], np.arange(len(places))
             return
-        for number in np.unique(numbers).tolist():
-            yield self.extents[number], np.flatnonzero(numbers == number)
+        for number in distinct:
+            yield self.extents[number], np.flatnonzero(places["extent"] == number)
 
-    def gather(self, places: npt.NDArray[np.void], first_byte: int, words: int) -> Words:
-        """`words` u64 of every object from `first_byte` of its header on, [places, words]. Offsets are multiples of 8."""
-        out = np.empty((len(places), words), np.uint64)
-        steps = np.arange(words, dtype=np.int64)
+    def gather(self, places: npt.NDArray[np.void], words: npt.NDArray[np.int64]) -> Words:
+        """The u64 at these word offsets of every object, [places, words]."""
+        out = np.empty((len(places), len(words)), np.uint64)
+        first = places["offset"].astype(np.int64) >> 3
         for extent, positions in self.by_extent(places):
-            first = (places["offset"][positions].astype(np.int64) + first_byte) >> 3
-            out[positions] = extent.words[first[:, None] + steps]
+            out[positions] = extent.words.take(first[positions][:, None] + words)
         return out
 
     def current(self, places: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
@@ -147,13 +155,15 @@ class SharedMemory:
         """How many leading objects are what was asked for: key, namespace, tokens (if given) and generation."""
         if not len(places):
             return 0
-        head = self.gather(places, 0, _NAMESPACE_WORD + 2)
-        wanted = np.frombuffer(keys, np.uint64).reshape(-1, 2)[: len(places)]
-        good = (head[:, _KEY_WORD : _KEY_WORD + 2] == wanted).all(axis=1)
-        good &= (head[:, _NAMESPACE_WORD:] == np.frombuffer(namespace, np.uint64)).all(axis=1)
+        head = self.gather(places, _IDENTITY_WORDS)
+        wanted = np.empty_like(head)
+        wanted[:, :2] = np.frombuffer(keys, np.uint64).reshape(-1, 2)[: len(places)]
+        wanted[:, 2:] = np.frombuffer(namespace, np.uint64)
+        good = (head == wanted).all(axis=1)
         if token_words is not None:
             count = (layout.block_tokens + 1) // 2
-            found = self.gather(places, layout.tokens_offset, count).view(np.uint32).reshape(len(places), 2 * count)
+            where = layout.tokens_offset // 8 + np.arange(count)
+            found = self.gather(places, where).view(np.uint32).reshape(len(places), 2 * count)
             expected = token_words[: len(places) * layout.block_tokens].reshape(len(places), layout.block_tokens)
             good &= (found[:, : layout.block_tokens] == expected).all(axis=1)
         good &= self.current(places)
@@ -167,6 +177,15 @@ class SharedMemory:
             self._board_map.close()
         except BufferError:
             pass
+
+
+def distinct_extents(places: npt.NDArray[np.void]) -> list[int]:
+    """Extents that places lie in. Runs lie side by side mostly, so only the changes are looked at, not every place sorted."""
+    numbers = places["extent"]
+    if not len(numbers):
+        return []
+    changes = numbers[1:][numbers[1:] != numbers[:-1]]
+    return list(dict.fromkeys([int(numbers[0]), *changes.tolist()]))
 
 
 def read_places(locations: bytes) -> npt.NDArray[np.void]:

@@ -332,6 +332,12 @@ class Daemon:
     def loop_lag(self) -> Mapping[str, Any]:
         return self._lag.histogram()
 
+    def recent_lag(self) -> dict[str, float]:
+        """Percentiles of the event loop's lag since this was last asked, at most a minute back."""
+        found = self._lag.recent()
+        self._lag.forget_recent()
+        return found
+
     def stats(self) -> dict[str, Any]:
         tiers: dict[str, Any] = {self.ram.name: self.ram.stats()}
         for channel in self.lower:

@@ -7,6 +7,7 @@ one ends the process at once, whatever hangs.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -38,8 +39,18 @@ async def serve(settings: Settings) -> DrainReport:
         loop.add_signal_handler(number, _on_signal, number, stop)
     daemon = Daemon(settings)
     await daemon.start()
+    spare_the_collector()
     await stop.wait()
     return await daemon.drain()
+
+
+def spare_the_collector() -> None:
+    """Take what start-up made, modules above all, out of garbage collection: it lives as long as the process.
+
+    A full collection would walk it each time ([M] 40 ms with nothing stored, 1 ms without it).
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _on_signal(number: int, stop: asyncio.Event) -> None:
