@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP) model
-	$(BIN)/python -m forebay.engine_adapter.demo $(DEMO_FLAGS)
+	$(BIN)/python bench/demo.py $(DEMO_FLAGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(TEST_FLAGS)

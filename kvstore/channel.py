@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from forebay.kvstore.breaker import Breaker, BreakerPolicy
+from forebay.kvstore.cost import TierEstimate
 from forebay.kvstore.errors import (
     BlockCorrupt,
     TierClosed,
@@ -44,19 +45,6 @@ _CANARY = ObjectKey(bytes(16), b"forebay: a probe")
 
 class TierBusy(TierError):
     """The channel's queue is full, so nothing was sent. Not a fault of the medium."""
-
-
-@dataclass(frozen=True)
-class TierEstimate:
-    """What loading from a tier costs now: m objects of s bytes take about
-    latency_s + (queued_bytes + m * s) / bandwidth_bytes_per_s + m * overhead_s_per_object.
-    """
-
-    latency_s: float
-    bandwidth_bytes_per_s: float
-    queued_bytes: int
-    overhead_s_per_object: float
-    healthy: bool
 
 
 @dataclass(frozen=True, kw_only=True)
