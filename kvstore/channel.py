@@ -102,6 +102,7 @@ class TierChannel:
         )
         self._counters: Counter[str] = Counter()
         self._outstanding_bytes = 0
+        self._corrupt_in_row = 0
         self._prober: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -148,9 +149,19 @@ class TierChannel:
         }
 
     def report_corrupt(self) -> None:
-        """The store found bytes from this tier to be wrong: a medium that keeps damaging data is as good as down."""
+        """The store found bytes from this tier to be wrong: a medium that keeps damaging data is as good as down.
+
+        Judged apart from the breaker's other failures, because to the channel each of these calls was a success.
+        """
         self._counters["corrupt"] += 1
-        self._fail()
+        self._corrupt_in_row += 1
+        if self._corrupt_in_row >= self._policy.breaker.open_after_failures:
+            self._corrupt_in_row = 0
+            self.trip("object after object from it is damaged")
+
+    def report_sound(self) -> None:
+        """The store found bytes from this tier to be right."""
+        self._corrupt_in_row = 0
 
     def trip(self, reason: str) -> None:
         """Take the tier out of use until a probe passes."""
@@ -332,8 +343,7 @@ class TierChannel:
         except TierClosed:
             raise
         except BlockCorrupt:
-            self._counters["corrupt"] += 1
-            self._fail()
+            self.report_corrupt()
             raise
         except TierTimeout:
             self._counters["timeouts"] += 1

@@ -183,6 +183,7 @@ class Loader:
                 return None
             reason = await self.verify(key, room.view[:size])
             if reason is None:
+                channel.report_sound()
                 return size
         self._ledger.count("load_corrupt")
         self._ledger.note(key, f"corrupt in {channel.name}: {reason}")

@@ -416,11 +416,9 @@ class Store:
         deadline_s = self._clock() + timeout_s
         found: set[ObjectKey] = set()
         with self._deletions.under_way(keys):
-            ending = [task for key in keys if (task := self._copies.forget(key)) is not None]
-            if ending:
-                await asyncio.wait(ending, timeout=max(deadline_s - self._clock(), 0.0))
             first_trouble: TierError | None = None
             for key in keys:
+                self._copies.forget(key)
                 self._ledger.note(key, "deleted")
                 try:
                     if await self._fast.tier.delete(key):

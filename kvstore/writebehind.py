@@ -241,14 +241,13 @@ class WriteBehind:
             task.add_done_callback(lambda _: self._copies.pop(key, None))
         return task
 
-    def forget(self, key: ObjectKey) -> asyncio.Task[Copy] | None:
-        """The object is being deleted: end its copy. Returns the copy that was under way, now ending."""
+    def forget(self, key: ObjectKey) -> None:
+        """The object is being deleted: end its copy. If that lands all the same, its watch has it erased."""
         self.queue.discard(key)
         self._durable.pop(key, None)
         task = self._copies.get(key)
         if task is not None:
             task.cancel()
-        return task
 
     async def stop(self) -> None:
         """End the background copies; what was queued stays queued."""
@@ -363,9 +362,7 @@ class WriteBehind:
                 if watch.deleted:
                     return Copy.GONE
                 ended_here = await self._put(channel, key, held, lambda: watch.deleted, self._timeout_s)
-                if ended_here is Copy.DURABLE:
-                    if watch.deleted:  # it came while we were being woken up: the delete erases the copy
-                        return Copy.GONE
+                if ended_here is Copy.DURABLE:  # a delete that came meanwhile would have cancelled this task
                     self._copied(channel, key, held.view.nbytes)
                     return Copy.DURABLE
                 if ended_here is Copy.TROUBLE:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from forebay.kvstore.breaker import Breaker, BreakerPolicy, BreakerState
-from forebay.kvstore.channel import ChannelPolicy, TierBusy, TierChannel
+from forebay.kvstore.channel import ChannelPolicy, TierBusy, TierChannel, _Gate, _Lane
 from forebay.kvstore.errors import (
     BlockCorrupt,
     TierClosed,
@@ -201,6 +201,30 @@ async def test_a_failing_tier_is_no_longer_asked_until_a_probe_passes() -> None:
     assert channel.leading_run(NAMESPACE, 0, [key_of(1).block]) == 1
 
 
+async def test_calls_that_wait_when_the_breaker_opens_are_not_sent() -> None:
+    tier = GatedTier()
+    channel = TierChannel(tier, policy=ChannelPolicy(concurrency=1))
+    calls = [asyncio.create_task(get(channel, index)) for index in range(3)]
+    await settle()
+    channel.trip("a test")
+    tier.go.release()
+    ended = await asyncio.gather(*calls, return_exceptions=True)
+    assert ended[0] is None and [type(each) for each in ended[1:]] == [TierUnavailable] * 2
+    assert tier.began == ["get 0"] and channel.stats()["running"] == 0
+    await channel.aclose()
+
+
+async def test_a_turn_given_to_a_call_that_was_just_cancelled_is_passed_on() -> None:
+    gate = _Gate(1, 1)
+    assert gate.try_enter(_Lane.LOAD)
+    first, second = asyncio.create_task(gate.enter(_Lane.LOAD)), asyncio.create_task(gate.enter(_Lane.STORE))
+    await settle()
+    gate.leave(_Lane.LOAD)  # it is the first's turn, and before it can notice it is cancelled
+    first.cancel()
+    await second
+    assert gate.running == 1 and gate.waiting(_Lane.LOAD) == 0
+
+
 async def test_a_hanging_probe_does_not_hang_the_breaker() -> None:
     time = FakeTime()
     channel, faulty = faulty_channel(time, probe_timeout_s=0.01)
@@ -310,6 +334,9 @@ def test_the_wait_for_a_probe_doubles_and_only_real_traffic_resets_it() -> None:
     breaker = Breaker(BreakerPolicy(open_after_failures=2, probe_after_s=1.0, probe_max_s=4.0), time.clock)
     waits = []
     for _ in range(4):  # each time a probe passes, then the traffic fails again
+        breaker.success()
+        breaker.failure()
+        breaker.success()
         breaker.failure()
         breaker.failure()
         waits.append(breaker.probe_at_s - time.now_s)

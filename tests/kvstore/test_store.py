@@ -11,7 +11,7 @@ import pytest
 from forebay.kvstore.channel import ChannelPolicy, TierChannel
 from forebay.kvstore.errors import TierClosed, TierFull
 from forebay.kvstore.store import DrainResult, FlushResult, Store, StorePolicy
-from forebay.kvstore.tier import Borrow, ObjectKey, Tier, WritableBuffer
+from forebay.kvstore.tier import Borrow, Buffer, ObjectKey, Tier, WritableBuffer
 from forebay.kvstore.writebehind import ByteBudget, CopyQueue
 from forebay.tiers.memory import MemoryTier
 from forebay.tiers.wrappers import Fault, Faulty, Wrapper
@@ -318,7 +318,8 @@ async def test_a_load_goes_on_after_its_callers_deadline() -> None:
 
 async def test_a_tier_that_writes_after_its_deadline_never_writes_into_another_object() -> None:
     first, deaf, other = memory(room_for=2), DeafTier(), memory("other")
-    await MemoryTier.put(deaf, key_of(0), forge(key_of(0)), timeout_s=1.0)
+    await MemoryTier.put(deaf, key_of(0), bytes(SIZE), timeout_s=1.0)
+    await fill(other, 0)
     store = make_store(first, TierChannel(deaf, policy=ChannelPolicy(settle_s=0.001)), other, load_timeout_s=0.01)
     assert await load(store, BLOCKS[:1]) == 0
     assert first.accounting()["reserved"] == SIZE  # its room waits for the late write
@@ -328,7 +329,22 @@ async def test_a_tier_that_writes_after_its_deadline_never_writes_into_another_o
     deaf.go.set()
     await settle()
     assert balanced(first) and not reserved_bytes(first)
-    assert await read(first, key_of(1)) == forge(key_of(1)) and await read(first, key_of(0)) is None
+    assert await read(first, key_of(1)) == forge(key_of(1))
+    assert await get(store, 0) == forge(key_of(0))  # from the other tier, now that there is room
+
+
+async def test_a_tier_that_keeps_damaging_objects_is_no_longer_asked() -> None:
+    first, lower = memory(room_for=32), memory("lower", 32)
+    await fill(lower, *range(32))
+    for damaged in lower._objects.values():
+        damaged.data[0] ^= 1
+    store = make_store(first, lower)
+    for index in range(32):
+        if index == 3:
+            lower._objects[key_of(3)].data[0] ^= 1  # one sound object among them: the count starts again
+        assert await get(store, index) == (forge(key_of(3)) if index == 3 else None)
+    assert store.stats()["load_corrupt"] == 3 + 5  # then its breaker opened
+    await store._lower[0].aclose()
 
 
 async def test_a_bug_in_a_check_is_counted_and_ends_as_a_miss() -> None:
@@ -392,6 +408,23 @@ async def test_what_a_lower_tier_already_has_is_not_copied_again() -> None:
     store = make_store(first, lower, write_policy="clean_ahead")
     await store.put(key_of(0), forge(key_of(0)))
     assert store.stats()["copies_waiting"] == 0
+
+
+async def test_clean_ahead_keeps_to_its_write_budget() -> None:
+    time = FakeTime()
+    first, lower = memory(), memory("lower")
+    settings = StorePolicy(copy_bytes_per_s=SIZE, copy_burst_bytes=SIZE, copy_workers=1)
+    store = Store(
+        first, [TierChannel(lower)], verify=verify, seal=seal, settings=settings, clock=time.clock, sleep=time.sleep
+    )
+    for index in range(8):
+        await store.put(key_of(index), forge(key_of(index)))
+    await settle()
+    assert store.stats()["copied"] == 2  # the burst, and one in debt
+    for seconds in range(1, 4):
+        await time.pass_by(1.0)
+        assert store.stats()["copied"] == 2 + seconds
+    assert await store.aclose(5.0) == DrainResult(copied=3, left=0)  # closing has its own deadline instead
 
 
 async def test_write_through_returns_when_a_lower_tier_has_it() -> None:
@@ -603,6 +636,70 @@ async def test_a_delete_during_a_load_wins() -> None:
     assert await loading == 0
     assert store.leading_run(NAMESPACE, 0, BLOCKS) == [] and store.stats()["load_deleted"] == 1
     assert balanced(first) and not reserved_bytes(first)
+
+
+async def test_an_object_deleted_while_it_loads_is_not_visible_for_a_moment() -> None:
+    class Watched(MemoryTier):
+        def _insert(self, *args: Any) -> None:
+            raise AssertionError("visible after its delete")
+
+    first, lower = Watched("first", 4 * SIZE), GatedTier()
+    await MemoryTier.put(lower, key_of(0), forge(key_of(0)), timeout_s=1.0)
+    store = make_store(first, lower)
+    loading = asyncio.create_task(load(store, BLOCKS[:1]))
+    await settle()
+    await store.delete([key_of(0)])
+    lower.go.release()
+    assert await loading == 0 and store.stats()["background_errors"] == 0
+
+
+async def test_a_delete_during_a_promotion_wins() -> None:
+    class SlowPut(MemoryTier):
+        async def put(self, key: ObjectKey, data: Buffer, *, timeout_s: float) -> None:
+            await super().put(key, data, timeout_s=timeout_s)
+            await asyncio.sleep(0.01)
+
+    first, lower = SlowPut("first", 4 * SIZE), memory("lower")
+    await fill(lower, 0)
+    store = make_store(first, lower)
+    getting = asyncio.create_task(get(store, 0))
+    await until(lambda: first.leading_run(NAMESPACE, 0, BLOCKS[:1]))
+    await first.delete(key_of(0))  # as if the delete had looked just before
+    with store._deletions.under_way([key_of(0)]):
+        await fill(first, 0)
+        await getting
+    assert not list(first.keys())
+
+
+class SlowToDelete(GatedTier):
+    """Calls go at once; deletes wait to be let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for _ in range(99):
+            self.go.release()
+        self.go_delete = asyncio.Event()
+
+    async def delete(self, key: ObjectKey) -> bool:
+        await self.go_delete.wait()
+        return await super().delete(key)
+
+
+async def test_nothing_is_loaded_or_copied_while_its_delete_is_under_way() -> None:
+    first, lower = memory(), SlowToDelete()
+    await fill(lower, 0)
+    store = make_store(first, lower)
+    lower.began.clear()
+    deleting = asyncio.create_task(store.delete([key_of(0), key_of(1)]))
+    await settle()
+    assert await get(store, 0) is None  # the lower tier still has it
+    await store.put(key_of(1), forge(key_of(1)))  # comes after the delete, so it stays
+    assert (await store.flush([key_of(1)], timeout_s=0.01)).durable == 0
+    assert lower.began == []
+    lower.go_delete.set()
+    assert await deleting == 1
+    assert store.leading_run(NAMESPACE, 0, BLOCKS) == [] and await get(store, 1) == forge(key_of(1))
+    assert await store.flush([key_of(1)], timeout_s=5.0) == FlushResult(1, 0, 0)
 
 
 async def test_a_delete_during_a_copy_wins() -> None:
