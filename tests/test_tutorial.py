@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -18,20 +19,25 @@ SCRIPT = "\n".join(code for needs_model, code in BLOCK.findall(PAGE) if not need
 EXPECTED = re.findall(r"# → (.*)$", SCRIPT, re.MULTILINE)
 
 
+def answers(path: Path) -> bool:
+    """Whether somebody listens: the path alone is there a moment before."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
 @pytest.fixture
 def daemon_socket(tmp_path: Path) -> Iterator[Path]:
-    socket = tmp_path / "forebay.sock"
-    command = [sys.executable, "-m", "forebay", "serve", "--socket", str(socket), "--http-port", "off"]
+    path = tmp_path / "forebay.sock"
+    command = [sys.executable, "-m", "forebay", "serve", "--socket", str(path), "--http-port", "off"]
     command += ["--ram-bytes", "128MiB"]
     with (tmp_path / "log").open("wb") as log:
         daemon = subprocess.Popen(command, stderr=log)
         try:
-            for _ in range(600):
-                if socket.exists() or daemon.poll() is not None:
-                    break
-                time.sleep(0.05)
+            deadline_s = time.monotonic() + 30
+            while not answers(path) and daemon.poll() is None and time.monotonic() < deadline_s:
+                time.sleep(0.02)
             assert daemon.poll() is None, (tmp_path / "log").read_text()
-            yield socket
+            yield path
         finally:
             daemon.terminate()
             assert daemon.wait(30) == 0, (tmp_path / "log").read_text()
