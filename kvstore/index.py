@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
+from itertools import repeat
 from typing import Final
 
 import numpy as np
@@ -23,6 +24,7 @@ from forebay.kvstore.wire import LOCATION_DTYPE
 
 RowArray = npt.NDArray[np.int64]
 ABSENT: Final = -1
+_MAX_DEPTH: Final = 16_384  # blocks: a run of a million tokens
 
 
 class State(IntEnum):
@@ -66,8 +68,9 @@ class Table:
 
     def find(self, keys: Sequence[bytes]) -> RowArray:
         """Rows of visible objects, [keys], ABSENT where there is none."""
-        shards = self.shards
-        return np.array([shards[key[0]].get(key, ABSENT) for key in keys], dtype=np.int64)
+        # The loop runs in C: half the time of a comprehension over keys.
+        shards = map(self.shards.__getitem__, b"".join(keys)[::16])
+        return np.fromiter(map(dict.get, shards, keys, repeat(ABSENT)), np.int64, len(keys))
 
     def leading_run(self, keys: Sequence[bytes]) -> int:
         """How many leading keys are visible, by bisection: 14 look-ups for 8,192 keys.
@@ -226,6 +229,20 @@ class Index:
         self.parent[rows] = parents
         np.add.at(self.children, parents[parents >= 0], 1)
 
+    def cut_cycles(self, rows: RowArray) -> None:
+        """Make roots of those of `rows` that are their own ancestors, or hang deeper than any real run.
+
+        Hashed keys form no cycle, but a caller may send what it likes, and nothing in a cycle could ever be evicted.
+        """
+        for row in rows.tolist():
+            above = self.parent.item(row)
+            for _ in range(_MAX_DEPTH):
+                if above in (ABSENT, row):
+                    break
+                above = self.parent.item(above)
+            if above != ABSENT:
+                self.unlink(row)
+
     def show(self, table: Table, rows: RowArray) -> None:
         """WRITING rows of one table are whole: make them visible."""
         hidden, shards = table.hidden, table.shards
@@ -271,6 +288,14 @@ class Index:
         self.state[rows] = State.FREE
         self._free[self._free_top : self._free_top + len(rows)] = rows
         self._free_top += len(rows)
+
+    def erase_one(self, row: int) -> None:
+        """`erase` for one row, without the cost of arrays."""
+        table = self.tables[self.table.item(row)]
+        key = bytes(self.key[row])
+        del table.shards[key[0]][key]
+        table.visible -= 1
+        self._give_row(row)
 
     def drop(self, row: int) -> None:
         """A DETACHED row's place was given back. It stays as a ghost while it has children."""

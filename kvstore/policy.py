@@ -53,7 +53,7 @@ class EvictionPolicy(Protocol):
         """A row left the class; its number may be used again."""
 
     def oldest_stamp(self) -> int:
-        """Age of the next victim on the shared clock (a lower bound), or the clock's now when there is none."""
+        """Stamp of the next victim on the shared clock, or the clock's now when there is none."""
 
 
 class LeafFirstLru:
@@ -161,18 +161,27 @@ class LeafFirstLru:
             self._sweep = max(0, self._sweep - self._head)
             self._head = 0
 
-    def pop(self) -> int:
-        while self._ready:
-            stamp, row = heapq.heappop(self._ready)
-            if self._stamps.item(row) == stamp:
-                return row
+    def _settle(self) -> None:
+        """Bring the oldest live entry of the heap and of the log to the front."""
+        stamps, ready, front, front_stamps = self._stamps, self._ready, self._front, self._front_stamps
+        while ready and stamps.item(ready[0][1]) != ready[0][0]:
+            heapq.heappop(ready)
         while True:
-            while self._front:
-                row = self._front.pop()
-                if self._stamps.item(row) == self._front_stamps.pop():
-                    return row
-            if not self._refill():
-                return -1
+            while front and stamps.item(front[-1]) != front_stamps[-1]:
+                front.pop()
+                front_stamps.pop()
+            if front or not self._refill():
+                return
+            front, front_stamps = self._front, self._front_stamps
+
+    def pop(self) -> int:
+        self._settle()
+        if self._ready and (not self._front or self._ready[0][0] < self._front_stamps[-1]):
+            return heapq.heappop(self._ready)[1]
+        if not self._front:
+            return -1
+        self._front_stamps.pop()
+        return self._front.pop()
 
     def park(self, row: int) -> None:
         self._parked[row] = 1
@@ -188,14 +197,11 @@ class LeafFirstLru:
         self._live -= 1
 
     def oldest_stamp(self) -> int:
-        if self._ready:
-            return self._ready[0][0]
-        if self._front_stamps:
-            return self._front_stamps[-1]
-        for segment in self._segments[self._head :]:
-            if segment is not None:
-                return int(segment[1][0])
-        return int(self._pending[0][1][0]) if self._pending else self._clock.now
+        self._settle()
+        heads = [self._ready[0][0]] if self._ready else []
+        if self._front:
+            heads.append(self._front_stamps[-1])
+        return min(heads, default=self._clock.now)
 
     def debug(self) -> dict[str, Any]:
         """Sizes of the internals, for tests of the memory bound."""

@@ -355,8 +355,7 @@ class SessionVerbs:
         # The bytes count from now on, so that requests running side by side can't pass the limit together.
         session.uncommitted_bytes += need
         domain = session.domain
-        size_class = domain.tier.class_of_table[table.number]
-        if len(keys) <= ALLOCATE_CHUNK and (size_class.free_slots >= len(keys) or domain.full):
+        if len(keys) <= ALLOCATE_CHUNK and domain.ready_for(table, len(keys)):
             return self._allocate_chunk(request, namespace, table, keys, parent, need)
         return self._allocate_long(request, namespace, table, keys, parent, need)
 

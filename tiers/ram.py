@@ -1,7 +1,8 @@
 """The ram tier: objects in shared memory that engines on this node map.
 
-Covers size classes, slots, eviction and evacuation, and the byte accounts. Extents come from tiers/extents.py, rows and links
-from kvstore/index.py, order of eviction from kvstore/policy.py; sessions, leases by id and liveness are the server's.
+Covers size classes, slots, eviction and the byte accounts. Extents come from tiers/extents.py and change their class in
+tiers/evacuation.py; rows and links are kvstore/index.py's, order of eviction is kvstore/policy.py's; sessions, leases by id
+and liveness are the server's.
 Always true: free + cached + allocated + quarantined bytes = memory of the tier; a slot is handed out again only after its
 generation on the board has changed.
 
@@ -12,8 +13,9 @@ thread, the event loop's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -25,6 +27,7 @@ from forebay.kvstore.index import ABSENT, Index, RowArray, State, Table
 from forebay.kvstore.policy import Clock, LeafFirstLru
 from forebay.kvstore.tier import Borrow, Buffer, ObjectKey, Reservation, WritableBuffer
 from forebay.kvstore.wire import SlotStatus
+from forebay.tiers.evacuation import Evacuator
 from forebay.tiers.extents import (
     MIN_SLOT_BYTES,
     Board,
@@ -37,7 +40,8 @@ from forebay.tiers.extents import (
 Places: TypeAlias = list[tuple[Extent, npt.NDArray[np.int64]]]
 _PAGE: Final = 4096
 _LARGE_OBJECT: Final = 64 << 10
-_MAX_PARKED_A_CALL: Final = 4096  # rows that eviction may find busy before it gives up for this call
+_FEW: Final = 4  # rows up to which plain Python beats array calls
+_MAX_PARKED_A_CALL: Final = 1024  # rows that eviction may find busy before it gives up for this call: 1 ms of work
 
 
 def stride_of(object_bytes: int) -> int:
@@ -70,12 +74,16 @@ class SizeClass:
         self.stride = stride
         self.policy = LeafFirstLru(index.stamp, index.parked, domain.tier.clock)
         self.extents: list[Extent] = []
-        self.open: list[Extent] = []  # those with free slots
-        self.evictions_until_check = 0
+        self.open: dict[int, Extent] = {}  # by number: those whose free slots may be given out; the last is next
+        self.evictions_until_check = 0  # see tiers/evacuation.py
 
     @property
     def free_slots(self) -> int:
-        return sum(extent.free_count for extent in self.open)
+        return sum(extent.free_count for extent in self.open.values())
+
+    @property
+    def slots_per_extent(self) -> int:
+        return self.domain.tier.extent_bytes // self.stride
 
 
 @dataclass
@@ -89,10 +97,14 @@ class Allocation:
 
 @dataclass
 class _Parts:
-    """Progress of an object that several sessions write: bit masks of the parts taken and whole."""
+    """Progress of an object that several sessions write: bit masks of the parts taken and whole, and how many still write.
+
+    With nobody writing it waits for the writers of its other parts, and is evicted in turn if they don't come.
+    """
 
     owned: int
     done: int = 0
+    writers: int = 1
 
 
 @dataclass(frozen=True)
@@ -141,7 +153,8 @@ class RamTier:
         )
         self.capacity_bytes = self.pool.max_extents * extent_bytes
         slots = self.capacity_bytes // MIN_SLOT_BYTES
-        self.index = Index(slots + slots // 4 + 1024, on_leaf=self._on_leaf)
+        # A ghost needs a child with a place, so there are never more ghosts than places.
+        self.index = Index(2 * slots + 1024, on_leaf=self._on_leaf)
         self.clock = Clock()
         self.counters = RamCounters()
         self.domains: dict[str, RamDomain] = {}
@@ -151,6 +164,7 @@ class RamTier:
         self.allocated_bytes = 0
         self.quarantined_bytes = 0
         self.retired: dict[int, Extent] = {}  # by extent number: dropped, but mapped by some client
+        self.evacuator = Evacuator(self)
         self._next_generation = 1
         self.closed = False
 
@@ -189,7 +203,12 @@ class RamTier:
 
     def stats(self) -> dict[str, Any]:
         classes = [
-            {"domain": domain.name, "stride_bytes": stride, "extents": len(c.extents), "free_slots": c.free_slots}
+            {
+                "domain": domain.domain_name,
+                "stride_bytes": stride,
+                "extents": len(c.extents),
+                "free_slots": c.free_slots,
+            }
             for domain in self.domains.values()
             for stride, c in domain.classes.items()
         ]
@@ -270,27 +289,27 @@ class RamDomain:
         self.classes: dict[int, SizeClass] = {}
         self.extents: dict[int, Extent] = {}
         self.spare: list[Extent] = []  # empty, known to this domain's clients: for this domain only
-        self.newly_retired: list[int] = []  # every number retired so far that some client may still map
+        self.newly_retired: list[int] = []  # every number retired while some client mapped it
         self._parts: dict[int, _Parts] = {}
-        self._evacuating: Extent | None = None  # being emptied: takes no new objects
 
     # --- tables and memory ------------------------------------------------------------------------------------------
 
     def table(self, namespace: bytes, group: int, object_bytes: int) -> Table:
         """The table of a namespace's group, made on first use.
 
-        Raises: ValueError if it exists for another object size; TierFull if such an object can never fit.
+        Raises: ValueError if it exists for another object size; TierFull if such an object can never fit; TierClosed.
         """
+        self._check_open()
         found = self.tables.get((namespace, group))
+        stride = stride_of(object_bytes)
+        if stride > self.tier.extent_bytes:
+            raise TierFull(
+                f"an object of {object_bytes} bytes does not fit an extent of {self.tier.extent_bytes}: raise extent_bytes",
+                tier=self.name,
+                need_bytes=object_bytes,
+                free_bytes=self.tier.extent_bytes,
+            )
         if found is None:
-            stride = stride_of(object_bytes)
-            if stride > self.tier.extent_bytes:
-                raise TierFull(
-                    f"an object of {object_bytes} bytes does not fit an extent of {self.tier.extent_bytes}: raise extent_bytes",
-                    tier=self.name,
-                    need_bytes=object_bytes,
-                    free_bytes=self.tier.extent_bytes,
-                )
             found = self.tables[(namespace, group)] = self.tier.index.add_table(namespace, group, object_bytes)
             if stride not in self.classes:
                 self.classes[stride] = SizeClass(self, stride)
@@ -299,11 +318,9 @@ class RamDomain:
             raise ValueError(f"objects of this namespace have {found.object_bytes} bytes, not {object_bytes}")
         return found
 
-    @property
-    def full(self) -> bool:
-        """Whether more room can only come from eviction or evacuation."""
-        pool = self.tier.pool
-        return not self.spare and not pool.ready and pool.made >= pool.max_extents
+    def _check_open(self, key: ObjectKey | None = None) -> None:
+        if self.tier.closed:
+            raise TierClosed("the ram tier is closed", tier=self.name, key=key)
 
     def object_view(self, row: int) -> memoryview:
         """The bytes of a row's place, header and payload, writable."""
@@ -321,31 +338,23 @@ class RamDomain:
         self.extents[extent.number] = extent
         extent.format(size_class.stride)
         size_class.extents.append(extent)
-        size_class.open.append(extent)
+        size_class.open[extent.number] = extent
 
-    def _release_extent(self, size_class: SizeClass, extent: Extent, *, to_others: bool) -> None:
-        """An emptied extent leaves its class, for this domain's spare or, made anew, for others."""
+    def release_extent(self, size_class: SizeClass, extent: Extent, *, to_others: bool) -> None:
+        """An emptied extent leaves its class: for this domain's spare, or back to the system if another domain wants memory.
+
+        Never to another domain as it is: it holds this domain's bytes, and clients of this domain may keep it mapped.
+        """
         size_class.extents.remove(extent)
-        if extent in size_class.open:
-            size_class.open.remove(extent)
+        size_class.open.pop(extent.number, None)
         if not to_others:
             self.spare.append(extent)
-        elif not extent.mapped_by and not self.read_only:
-            self._forget_extent(extent)
-            self.tier.pool.give(extent)  # never mapped by a client: nobody can touch it
-        else:
-            self._retire(extent)
-
-    def _forget_extent(self, extent: Extent) -> None:
+            return
         del self.extents[extent.number]
         self.board.give_position(extent.position)
-        extent.position = -1
-
-    def _retire(self, extent: Extent) -> None:
-        self._forget_extent(extent)
-        self.newly_retired.append(extent.number)
         extent.close()
         if extent.mapped_by:
+            self.newly_retired.append(extent.number)
             self.tier.retired[extent.number] = extent
         else:
             self.tier.pool.forget()
@@ -358,17 +367,32 @@ class RamDomain:
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
+    def ready_for(self, table: Table, count: int) -> bool:
+        """Whether `make_room` would change nothing for an `allocate` of `count` objects."""
+        size_class = self.tier.class_of_table[table.number]
+        if size_class.free_slots >= count:
+            return True
+        pool = self.tier.pool
+        grown = not self.spare and not pool.ready and pool.made >= pool.max_extents
+        return grown and not self.tier.evacuator.wanted(size_class)
+
     async def make_room(self, table: Table, count: int) -> None:
         """Do beforehand, without blocking the loop, what `allocate` of `count` objects would need: grow or evacuate."""
         size_class = self.tier.class_of_table[table.number]
-        slots = self.tier.extent_bytes // size_class.stride
-        short = count - size_class.free_slots - len(self.spare) * slots
-        if short > 0:
-            pool = self.tier.pool
+        slots, pool, evacuator = size_class.slots_per_extent, self.tier.pool, self.tier.evacuator
+        while True:
+            short = count - size_class.free_slots - len(self.spare) * slots
+            if short <= 0:
+                return
             await pool.grow(-(-short // slots))
-            if not pool.ready and (not size_class.extents or self._should_take_over(size_class)):
-                for _ in self._take_over(size_class):
+            if len(pool.ready) * slots >= short or not evacuator.wanted(size_class):
+                return
+            before = evacuator.done
+            with contextlib.closing(evacuator.steps(size_class)) as steps:
+                for _ in steps:
                     await asyncio.sleep(0)
+            if evacuator.done == before:
+                return
 
     def allocate(
         self,
@@ -385,30 +409,30 @@ class RamDomain:
         Args:
             keys: block keys of a run, in prefix order. `parent`: key before the first; the namespace id for the root.
             parts: bit mask of the parts that the caller will write, 0 for all; `full_mask`: all of them.
-            blocking: may make extents on the spot (outside an event loop).
+            blocking: may make and evacuate extents on the spot, which takes milliseconds.
         """
-        if self.tier.closed:
-            raise TierClosed("the ram tier is closed", tier=self.name)
-        if len(set(keys)) != len(keys):
-            raise ValueError("a key stands twice in one allocate: give each object once")
+        self._check_open()
+        distinct = set(keys)
+        if len(distinct) != len(keys) or parent in distinct:
+            raise ValueError("a key stands twice in one run (or is its parent): give each object once")
         index = self.tier.index
         size_class = self.tier.class_of_table[table.number]
         wanted = parts or full_mask
         rows = table.find(keys)
         granted = np.full(len(keys), ABSENT, np.int64)
         statuses = np.full(len(keys), SlotStatus.PRESENT, np.uint8)
+        new = np.flatnonzero(rows < 0)
+        if table.hidden:
+            new = np.array(
+                [i for i in new.tolist() if not self._join(table, keys[i], i, rows, wanted, granted, statuses)],
+                np.int64,
+            )
         held = rows[rows >= 0]
         above = table.get(parent)
         if above != ABSENT:
             held = np.append(held, above)
         index.refs[held] += 1  # the run that is extended must not be evicted to make room for its extension
         try:
-            new = np.flatnonzero(rows < 0)
-            if table.hidden:
-                new = np.array(
-                    [i for i in new.tolist() if not self._join(table, keys[i], i, rows, wanted, granted, statuses)],
-                    np.int64,
-                )
             places = self._take_places(size_class, min(len(new), index.free_rows - 1), blocking=blocking)
             room = sum(len(slots) for _, slots in places)
             statuses[new[room:]] = SlotStatus.REFUSED
@@ -422,13 +446,15 @@ class RamDomain:
                 above_new = np.where(new > 0, rows[new - 1], ABSENT)
                 if new[0] == 0:
                     above_new[0] = index.parent_row(table, parent)
+                adopted = fresh[index.children[fresh] != 0]  # were ghosts
                 index.link(fresh, above_new)
+                index.cut_cycles(adopted)
                 if wanted != full_mask:
                     self._parts.update((row, _Parts(owned=wanted)) for row in fresh.tolist())
                 self.tier.allocated_bytes += size_class.stride * room
         finally:
             index.refs[held] -= 1
-        self._unpark(held)
+            self._unpark(held)
         return Allocation(statuses.tobytes(), granted, table)
 
     def _join(
@@ -447,9 +473,14 @@ class RamDomain:
             return False
         rows[i] = row
         shared = self._parts.get(row)
+        if shared is not None and not wanted & ~shared.done:
+            return True  # these parts are whole
         if shared is None or shared.owned & wanted:
             statuses[i] = SlotStatus.PENDING
         else:
+            if not shared.writers:
+                self.tier.class_of_table[table.number].policy.forget(row)
+            shared.writers += 1
             shared.owned |= wanted
             granted[i] = row
             statuses[i] = SlotStatus.WRITABLE
@@ -495,33 +526,61 @@ class RamDomain:
         shared = self._parts.get(row)
         if shared is None:
             return True
+        if self.tier.index.state.item(row) == State.DETACHED:
+            self.free_detached(row)
+            return False
+        shared.writers -= 1
         shared.done |= parts
         if shared.done != full_mask:
+            self._leave_waiting(row, shared)
             return False
         del self._parts[row]
         return True
+
+    def _leave_waiting(self, row: int, shared: _Parts) -> None:
+        """Without a writer, an object that lacks parts grows old as a whole one does."""
+        if not shared.writers:
+            self.tier.class_of_table[self.tier.index.table.item(row)].policy.touch(np.array([row], np.int64))
 
     def abort(self, row: int, *, parts: int = 0, full_mask: int = 1) -> None:
         """The caller writes nothing (more) of this object and has stopped touching it."""
         shared = self._parts.get(row)
         if shared is not None:
+            if self.tier.index.state.item(row) == State.DETACHED:
+                self.free_detached(row)
+                return
+            shared.writers -= 1
             shared.owned &= ~(parts or full_mask)
             if shared.owned:
+                self._leave_waiting(row, shared)
                 return
-            del self._parts[row]
+        self._free_writing(row)
+
+    def _free_writing(self, row: int) -> None:
+        self._parts.pop(row, None)
         self.tier.allocated_bytes -= self.tier.class_of_table[self.tier.index.table.item(row)].stride
         self._free_place(row)
 
     def detach(self, row: int) -> None:
-        """A writer vanished while it may still copy: nobody finds the object, nobody gets its place, until `free_detached`."""
+        """A writer vanished while it may still copy: nobody finds the object, nobody gets its place, until `free_detached`.
+
+        Where others write other parts of it, each of them must end (`free_detached`, `commit` or `abort`) first.
+        """
+        if self.tier.index.state.item(row) == State.DETACHED:
+            return  # another of its writers vanished before
         stride = self.tier.class_of_table[self.tier.index.table.item(row)].stride
-        self._parts.pop(row, None)
         self.tier.index.detach(row)
         self.tier.allocated_bytes -= stride
         self.tier.quarantined_bytes += stride
 
     def free_detached(self, row: int) -> None:
-        """No copy can touch the place any more."""
+        """One who could still touch the place has stopped; with the last of them it is free."""
+        shared = self._parts.get(row)
+        if shared is not None:
+            shared.writers -= 1
+            if shared.writers:
+                return
+            del self._parts[row]
         self.tier.quarantined_bytes -= self.tier.class_of_table[self.tier.index.table.item(row)].stride
         self._free_place(row)
 
@@ -539,6 +598,8 @@ class RamDomain:
 
     def touch(self, table: Table, rows: RowArray) -> None:
         """Rows of a run were used, in prefix order."""
+        if self.tier.quarantined_bytes:  # some may have been deleted since the caller leased them
+            rows = rows[self.tier.index.state[rows] == State.VISIBLE]
         self.tier.index.hits[rows] += 1
         self.tier.class_of_table[table.number].policy.touch(rows)
 
@@ -593,8 +654,15 @@ class RamDomain:
         index = self.tier.index
         if index.state.item(row) != State.DETACHED:
             index.detach(row)
-        self._free_slots(np.array([row], np.int64))
+        self._free_slot(row)
         index.drop(row)
+
+    def _free_slot(self, row: int) -> None:
+        index = self.tier.index
+        extent = self.extents[index.extent.item(row)]
+        self.board.generations[index.board.item(row)] = 0
+        extent.give_one(index.offset.item(row) // extent.stride)
+        self.reopen(extent)
 
     def _free_slots(self, rows: RowArray) -> None:
         index = self.tier.index
@@ -604,25 +672,32 @@ class RamDomain:
         for number in np.unique(numbers).tolist():
             extent = self.extents[number]
             extent.give(offsets[numbers == number] // extent.stride)
-            self._reopen(extent)
+            self.reopen(extent)
 
-    def _reopen(self, extent: Extent) -> None:
+    def reopen(self, extent: Extent) -> None:
+        """Give out the extent's free slots (again)."""
         size_class = self.classes[extent.stride]
-        if extent.free_count and extent is not self._evacuating and extent not in size_class.open:
-            size_class.open.append(extent)
+        if extent.free_count and not extent.draining:
+            size_class.open.setdefault(extent.number, extent)
 
     def evict(self, size_class: SizeClass, count: int = 1) -> int:
         """Evict the policy's next victims. Returns how many: fewer if what is left is leased, pinned or above such."""
         index, policy, tier = self.tier.index, size_class.policy, self.tier
         victims: list[int] = []
+        unfinished = 0
         tries = count + _MAX_PARKED_A_CALL
-        while len(victims) < count and tries:
+        while len(victims) + unfinished < count and tries:
             tries -= 1
             row = policy.pop()
             if row < 0:
                 break
             if not index.evictable(row):
-                policy.park(row)
+                if row in self._parts and not index.refs.item(row):
+                    policy.forget(row)
+                    self._free_writing(row)  # its other parts never came
+                    unfinished += 1
+                else:
+                    policy.park(row)
                 continue
             policy.forget(row)
             index.unlink(row)  # its parent may be the next victim
@@ -636,19 +711,16 @@ class RamDomain:
             tier.tell_gone(rows, "evicted")
             self._free_slots(rows)
             index.erase(rows)
-        return len(victims)
+        return len(victims) + unfinished
 
     def _take_places(self, size_class: SizeClass, count: int, *, blocking: bool) -> Places:
         """Up to `count` slots: free ones, then those of new extents, then by eviction."""
         places: Places = []
         while count > 0:
             if size_class.open:
-                extent = size_class.open[-1]
-                slots = extent.take(count)
+                extent, slots = self._take_slots(size_class, count)
                 places.append((extent, slots))
                 count -= len(slots)
-                if not extent.free_count:
-                    size_class.open.pop()
                 continue
             more = self.spare.pop() if self.spare else self.tier.pool.take(grow=blocking)
             if more is not None:
@@ -656,106 +728,36 @@ class RamDomain:
                 continue
             evicted = self.evict(size_class, count)
             size_class.evictions_until_check -= evicted
-            if not evicted:
-                if not blocking:
-                    break
-                for _ in self._take_over(size_class):
-                    pass
-                if not (size_class.open or self.spare or self.tier.pool.ready):
-                    break
+            if not evicted and not (blocking and self._evacuate_now(size_class)):
+                break
         return places
 
-    def _should_take_over(self, size_class: SizeClass) -> bool:
-        """Whether another class keeps older objects than this one would evict. Asked once an extent's worth of evictions."""
-        if size_class.evictions_until_check > 0:
-            return False
-        size_class.evictions_until_check = self.tier.extent_bytes // size_class.stride
-        own = size_class.policy.oldest_stamp()
-        return any(
-            other.extents and other.policy.oldest_stamp() < own
-            for domain in self.tier.domains.values()
-            for other in domain.classes.values()
-            if other is not size_class
-        )
+    def _take_slots(self, size_class: SizeClass, count: int) -> tuple[Extent, npt.NDArray[np.int64]]:
+        """At least one and at most `count` slots of a class that has an open extent."""
+        extent = next(reversed(size_class.open.values()))
+        slots = extent.take(count)
+        if not extent.free_count:
+            del size_class.open[extent.number]
+        return extent, slots
 
-    def _take_over(self, size_class: SizeClass) -> Iterator[None]:
-        """Empty the cheapest extent of the class with the oldest objects and adopt it. A step moves or evicts one object.
+    def _evacuate_now(self, size_class: SizeClass) -> bool:
+        evacuator = self.tier.evacuator
+        before = evacuator.done
+        if evacuator.wanted(size_class):
+            for _ in evacuator.steps(size_class):
+                pass
+        return evacuator.done > before
 
-        Its survivors move to slots of their own class, freed by evicting that class's oldest: what is lost is what LRU
-        would have chosen, not what happened to lie in one extent.
-        """
-        others = sorted(
-            (
-                (other.policy.oldest_stamp(), number, other)
-                for number, other in enumerate(
-                    other
-                    for domain in self.tier.domains.values()
-                    for other in domain.classes.values()
-                    if other is not size_class and other.extents
-                )
-            ),
-        )
-        for _, _, other in others:
-            owner = other.domain
-            extent = owner.cheapest_extent(other)
-            if extent is None or owner._evacuating is not None:
-                continue
-            emptied = False
-            owner._evacuating = extent
-            if extent in other.open:
-                other.open.remove(extent)
-            try:
-                emptied = yield from owner._evacuate(other, extent)
-            finally:
-                owner._evacuating = None
-                if not emptied and extent.free_count:
-                    other.open.append(extent)
-            if emptied:
-                self.tier.counters.evacuations += 1
-                owner._release_extent(other, extent, to_others=owner is not self)
-                return
-
-    def cheapest_extent(self, size_class: SizeClass) -> Extent | None:
-        """The extent with least to move, among those that nobody leases, pins or writes in."""
+    def move(self, size_class: SizeClass, row: int) -> None:
+        """Copy a visible, unheld object to an open extent's slot and free its own."""
         index = self.tier.index
-        best: tuple[int, Extent] | None = None
-        for extent in size_class.extents:
-            live = extent.slot_count - extent.free_count
-            if best is not None and live >= best[0]:
-                continue
-            rows = extent.rows[extent.rows >= 0]
-            busy = (index.refs[rows] | index.pins[rows]).any() or (index.state[rows] != State.VISIBLE).any()
-            if not busy:
-                best = (live, extent)
-        return best[1] if best else None
-
-    def _evacuate(self, size_class: SizeClass, extent: Extent) -> Generator[None, None, bool]:
-        index = self.tier.index
-        for slot in range(extent.slot_count):
-            row = int(extent.rows[slot])
-            while row >= 0:
-                if index.state.item(row) != State.VISIBLE or index.refs.item(row) or index.pins.item(row):
-                    return False  # leased meanwhile: another extent, another time
-                if size_class.open:
-                    target = size_class.open[-1]
-                    self._move(size_class, row, extent, slot, target)
-                    if not target.free_count:
-                        size_class.open.remove(target)
-                elif not self.evict(size_class):
-                    return False
-                yield
-                row = int(extent.rows[slot])
-        return True
-
-    def _move(self, size_class: SizeClass, row: int, extent: Extent, slot: int, target: Extent) -> None:
-        index = self.tier.index
-        taken = target.take(1)
-        new_slot = taken.item(0)
+        extent, offset = self.extents[index.extent.item(row)], index.offset.item(row)
+        target, slots = self._take_slots(size_class, 1)
         size = index.tables[index.table.item(row)].object_bytes
-        ctypes.memmove(target.address + new_slot * target.stride, extent.address + slot * extent.stride, size)
+        ctypes.memmove(target.address + slots.item(0) * target.stride, extent.address + offset, size)
         self.board.generations[index.board.item(row)] = 0
-        self._place(size_class, np.array([row], np.int64), [(target, taken)])
-        extent.give(np.array([slot], np.int64))
+        self._place(size_class, np.array([row], np.int64), [(target, slots)])
+        extent.give(np.array([offset // extent.stride], np.int64))
         self.tier.counters.moved += 1
 
     # --- Tier, SupportsPresence, SupportsListing, SupportsSlots -----------------------------------------------------
@@ -770,6 +772,7 @@ class RamDomain:
                 yield ObjectKey(namespace, key, group)
 
     def _row(self, key: ObjectKey) -> int:
+        self._check_open(key)
         table = self.tables.get((key.namespace, key.group))
         return table.get(key.block) if table is not None else ABSENT
 
@@ -791,6 +794,7 @@ class RamDomain:
 
     async def put(self, key: ObjectKey, data: Buffer, *, timeout_s: float) -> None:
         size = len(data) if isinstance(data, (bytes, bytearray)) else data.nbytes
+        await self.make_room(self.table(key.namespace, key.group, size), 1)
         reservation = self.reserve(key, size)
         if reservation is None:
             row = self._row(key)
@@ -805,8 +809,6 @@ class RamDomain:
             reservation.abort()
 
     async def get_into(self, key: ObjectKey, out: WritableBuffer, *, timeout_s: float) -> int | None:
-        if self.tier.closed:
-            raise TierClosed("the ram tier is closed", tier=self.name, key=key)
         borrow = self.borrow(key)
         if borrow is None:
             return None
