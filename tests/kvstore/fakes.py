@@ -54,8 +54,9 @@ class GatedTier(MemoryTier):
 
     async def get_into(self, key: ObjectKey, out: WritableBuffer, *, timeout_s: float) -> int | None:
         self.began.append(f"get {key.block[0]}")
+        size = await super().get_into(key, out, timeout_s=timeout_s)  # read first: what happens later comes too late
         await self.go.acquire()
-        return await super().get_into(key, out, timeout_s=timeout_s)
+        return size
 
 
 class DeafTier(MemoryTier):
