@@ -427,6 +427,17 @@ async def test_clean_ahead_keeps_to_its_write_budget() -> None:
     assert await store.aclose(5.0) == DrainResult(copied=3, left=0)  # closing has its own deadline instead
 
 
+async def test_a_copy_in_a_tier_that_cannot_be_asked_from_memory_is_remembered_until_its_delete() -> None:
+    first, lower = memory(), AskedTier(memory("asked"))
+    store = make_store(first, lower)
+    await store.put(key_of(0), forge(key_of(0)))
+    assert not store.is_clean(key_of(0))
+    assert await store.flush([key_of(0)], timeout_s=5.0) == FlushResult(1, 0, 0)
+    assert store.is_clean(key_of(0))
+    await store.delete([key_of(0)])
+    assert not store.is_clean(key_of(0))
+
+
 async def test_write_through_returns_when_a_lower_tier_has_it() -> None:
     first, lower = memory(), memory("lower")
     store = make_store(first, lower, write_policy="write_through")
