@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from forebay.kvstore.tier import Borrow, Buffer, ObjectKey, Reservation, SupportsPresence, SupportsSlots, Tier
+from forebay.kvstore.tier import (
+    Borrow,
+    Buffer,
+    ObjectKey,
+    Reservation,
+    SupportsCleanMarks,
+    SupportsPresence,
+    SupportsSlots,
+    Tier,
+)
 
 
 class Held:
@@ -75,12 +84,18 @@ class FastTier:
         self.name = tier.name
         self._presence: SupportsPresence = tier
         self._slots = tier if isinstance(tier, SupportsSlots) else None
+        self._marks = tier if isinstance(tier, SupportsCleanMarks) else None
 
     def leading_run(self, namespace: bytes, group: int, blocks: Sequence[bytes]) -> int:
         return self._presence.leading_run(namespace, group, blocks)
 
     def holds(self, key: ObjectKey) -> bool:
         return self._presence.leading_run(key.namespace, key.group, (key.block,)) == 1
+
+    def mark_clean(self, key: ObjectKey) -> None:
+        """A lower tier holds the object as well."""
+        if self._marks is not None:
+            self._marks.mark_clean(key)
 
     def room(self, key: ObjectKey, size: int, *, parent: bytes | None, exact: bool) -> Room | None:
         """Room for an object of `size` bytes (at most that many if not `exact`). None: present or being written.

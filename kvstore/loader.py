@@ -206,6 +206,7 @@ class Loader:
             return None
         for visible in flight.when_visible:
             visible()
+        self._fast.mark_clean(key)
         self._ledger.count("loaded")
         self._ledger.count("loaded_bytes", size)
         self._ledger.note(key, "loaded")

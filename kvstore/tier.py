@@ -121,3 +121,11 @@ class SupportsSlots(Protocol):
 
     def borrow(self, key: ObjectKey) -> Borrow | None:
         """The visible object's bytes in place, or None if it is not here."""
+
+
+@runtime_checkable
+class SupportsCleanMarks(Protocol):
+    """Wants to know which of its objects a lower tier holds too, since losing those costs a load and not a recompute."""
+
+    def mark_clean(self, key: ObjectKey) -> None:
+        """A lower tier holds the object as well. Without effect if it is not here."""

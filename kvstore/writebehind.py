@@ -416,6 +416,7 @@ class WriteBehind:
         self._ledger.count("copied")
         self._ledger.count("copied_bytes", size)
         self._ledger.note(key, "copied")
+        self._fast.mark_clean(key)
         if not channel.answers_from_memory:
             self._durable[key] = None
             if len(self._durable) > self._queue_limit:
