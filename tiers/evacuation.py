@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from forebay.tiers.ram import RamTier, SizeClass
 
 _AGE_MARGIN: Final = 9 / 8  # classes in steady use must not take turns at emptying each other's extents
-_EXTENTS_A_DRAIN: Final = 32  # one extent in so many may drain at a time: its free slots serve nobody meanwhile
+_EXTENTS_A_DRAIN: Final = 16  # one extent in so many may drain at a time: its free slots serve nobody meanwhile
 _CHECKS_AN_EXTENT: Final = 16  # the ages of other classes are looked at so often while a class evicts an extent's worth
 _FRUITLESS_STEPS: Final = 256  # then another extent's turn: here a lease is long
-_CANDIDATES: Final = 8
-_HELD_COST: Final = 8  # waiting for one lease counts as much as moving so many objects
+_CANDIDATES: Final = 64
+_RESTING: Final = 8
 _SLOTS_A_STEP: Final = 4096
 
 
@@ -50,15 +50,20 @@ class Evacuator:
     def __init__(self, tier: RamTier) -> None:
         self._tier = tier
         self._drains: list[_Drain] = []
-        self._resting: deque[int] = deque(maxlen=_CANDIDATES)  # extents that did not become empty lately
+        self._resting: deque[int] = deque(maxlen=_RESTING)  # extents that did not become empty lately
         self.done = 0
 
     def wanted(self, taker: SizeClass) -> bool:
         """Whether `taker` should get another class's memory rather than evict its own."""
         if taker.extents and taker.evictions_until_check > 0:
             return False
+        if self._drains or self._givers(taker):
+            return True
+        self._look_away(taker)
+        return False
+
+    def _look_away(self, taker: SizeClass) -> None:
         taker.evictions_until_check = taker.slots_per_extent // _CHECKS_AN_EXTENT
-        return bool(self._drains) or bool(self._givers(taker))
 
     def _givers(self, taker: SizeClass) -> list[SizeClass]:
         """Classes with older objects than `taker`'s next victim, oldest first. All that have memory, if it has none."""
@@ -74,38 +79,49 @@ class Evacuator:
 
     def steps(self, taker: SizeClass) -> Generator[None, None, None]:
         """Work until an extent is empty (`done` grows) or only waiting is left. May be left between any two steps."""
-        if len(self._drains) < max(1, self._tier.pool.made // _EXTENTS_A_DRAIN):
-            yield from self._begin_drain(taker)
+        self._look_away(taker)
         for drain in self._drains.copy():
-            if drain.stepping or drain not in self._drains:
-                continue  # somebody else works on it
-            drain.stepping = True
-            try:
-                yield from self._empty(drain)
-            finally:
-                drain.stepping = False
-            extent, size_class = drain.extent, drain.size_class
-            if extent.free_count == extent.slot_count:
-                self._drains.remove(drain)
-                extent.draining = False
-                self._resting.clear()
-                self.done += 1
-                self._tier.counters.evacuations += 1
-                size_class.domain.release_extent(size_class, extent, to_others=size_class.domain is not taker.domain)
+            if (yield from self._go_on(drain, taker)):
                 return
-            if drain.fruitless > _FRUITLESS_STEPS:
-                self._give_up(drain)
+        if len(self._drains) < max(1, self._tier.pool.made // _EXTENTS_A_DRAIN):
+            begun = yield from self._begin(taker)
+            if begun is not None:
+                yield from self._go_on(begun, taker)
 
-    def _begin_drain(self, taker: SizeClass) -> Generator[None, None, None]:
+    def _go_on(self, drain: _Drain, taker: SizeClass) -> Generator[None, None, bool]:
+        """Returns whether the extent is empty and on its way to `taker`."""
+        if drain.stepping or drain not in self._drains:
+            return False  # somebody else works on it
+        drain.stepping = True
+        try:
+            yield from self._empty(drain)
+        finally:
+            drain.stepping = False
+        extent, size_class = drain.extent, drain.size_class
+        if extent.free_count == extent.slot_count:
+            self._drains.remove(drain)
+            extent.draining = False
+            self._resting.clear()
+            self.done += 1
+            self._tier.counters.evacuations += 1
+            taker.evictions_until_check = 0
+            size_class.domain.release_extent(size_class, extent, to_others=size_class.domain is not taker.domain)
+            return True
+        if drain.fruitless > _FRUITLESS_STEPS:
+            self._give_up(drain)
+        return False
+
+    def _begin(self, taker: SizeClass) -> Generator[None, None, _Drain | None]:
         for giver in self._givers(taker):
             extent = yield from self._cheapest(giver)
             if extent is not None and not extent.draining and extent in giver.extents:
                 extent.draining = True
                 giver.open.pop(extent.number, None)
                 self._drains.append(_Drain(giver, extent))
-                return
+                return self._drains[-1]
         self._resting.clear()
         taker.evictions_until_check = taker.slots_per_extent
+        return None
 
     def _give_up(self, drain: _Drain) -> None:
         self._drains.remove(drain)
@@ -114,28 +130,29 @@ class Evacuator:
         drain.size_class.domain.reopen(drain.extent)
 
     def _cheapest(self, giver: SizeClass) -> Generator[None, None, Extent | None]:
-        """Of the extents with most free slots, the one with least to move and to wait for."""
+        """Of the extents with most free slots, the first with nothing to wait for, or else that with least."""
         free = [each for each in giver.extents if not each.draining and each.number not in self._resting]
         best: tuple[int, Extent] | None = None
         for extent in heapq.nlargest(_CANDIDATES, free, key=lambda each: each.free_count):
-            cost = yield from self._cost(extent)
-            if cost is not None and (best is None or cost < best[0]):
-                best = (cost, extent)
+            held = yield from self._held(extent)
+            if held == 0:
+                return extent
+            if held is not None and (best is None or held < best[0]):
+                best = (held, extent)
         return None if best is None else best[1]
 
-    def _cost(self, extent: Extent) -> Generator[None, None, int | None]:
-        """None: something in it may stay for long (pinned or quarantined)."""
-        index, cost = self._tier.index, 0
+    def _held(self, extent: Extent) -> Generator[None, None, int | None]:
+        """How many objects must be waited for. None: something in it may stay for long (pinned or quarantined)."""
+        index, held = self._tier.index, 0
         for start in range(0, len(extent.rows), _SLOTS_A_STEP):
             rows = extent.rows[start : start + _SLOTS_A_STEP]
             rows = rows[rows >= 0]
             states = index.state[rows]
             if index.pins[rows].any() or (states == State.DETACHED).any():
                 return None
-            held = np.count_nonzero((index.refs[rows] != 0) | (states != State.VISIBLE))
-            cost += len(rows) + _HELD_COST * int(held)
+            held += int(np.count_nonzero((index.refs[rows] != 0) | (states != State.VISIBLE)))
             yield
-        return cost
+        return held
 
     def _empty(self, drain: _Drain) -> Generator[None, None, None]:
         """Move or evict all of the extent's objects that nobody holds."""

@@ -728,8 +728,10 @@ class RamDomain:
                 continue
             evicted = self.evict(size_class, count)
             size_class.evictions_until_check -= evicted
-            if not evicted and not (blocking and self._evacuate_now(size_class)):
-                break
+            if not evicted:
+                size_class.evictions_until_check = 0
+                if not (blocking and self._evacuate_now(size_class)):
+                    break
         return places
 
     def _take_slots(self, size_class: SizeClass, count: int) -> tuple[Extent, npt.NDArray[np.int64]]:
@@ -791,6 +793,11 @@ class RamDomain:
         rows = np.array([row], np.int64)
         self.lease(rows)
         return _RamBorrow(self, rows)
+
+    def mark_clean(self, key: ObjectKey) -> None:
+        row = self._row(key)
+        if row != ABSENT:
+            self.tier.index.clean[row] = 1
 
     async def put(self, key: ObjectKey, data: Buffer, *, timeout_s: float) -> None:
         size = len(data) if isinstance(data, (bytes, bytearray)) else data.nbytes

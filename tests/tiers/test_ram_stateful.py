@@ -37,9 +37,9 @@ from forebay.tiers.ram import RamDomain, RamTier, SizeClass
 
 T = TypeVar("T")
 
-EXTENT = 16 << 10
-EXTENTS = 6
-SIZES = (1000, 3000, 6000)  # 16, 5 and 2 slots an extent
+EXTENT = 8 << 10
+EXTENTS = 5
+SIZES = (1000, 3000, 6000)  # 8, 2 and 1 slots an extent
 NODES = 31  # blocks form a binary tree: the run of node n ends in n, and n's parent is n // 2
 
 nodes = st.integers(1, NODES)
