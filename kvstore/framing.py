@@ -77,6 +77,11 @@ class FrameBuffer:
         """Whether bytes are left that may hold a frame."""
         return self._end - self._start >= HEADER_BYTES
 
+    @property
+    def partial(self) -> bool:
+        """Whether bytes are left at all."""
+        return self._end > self._start
+
     def _make_room(self) -> None:
         have = self._end - self._start
         need = _READ_BYTES // 4
@@ -112,6 +117,7 @@ class FrameSocket:
         self._outbox_bytes = 0
         self._reading = False
         self._closing = False  # after the outbox has gone
+        self._mute = False  # the peer takes nothing more; what it sent before still counts
         self.closed = False
 
     # --- for the subclass -----------------------------------------------------------------------------------------
@@ -158,8 +164,18 @@ class FrameSocket:
             return
         if count == 0:
             self.close()
-        else:
-            self._hand_on()
+            return
+        self._hand_on()
+        if self.inbox.partial:
+            self._watch_again()
+
+    def _watch_again(self) -> None:
+        # libuv stops watching a socket with an error pending, such as that of a peer that closed with answers unread. The one
+        # event it gave then brought data; the next, which brings the end, comes only if asked for anew.
+        if self._reading:
+            fd = self._sock.fileno()
+            self._loop.remove_reader(fd)
+            self._loop.add_reader(fd, self._readable)
 
     def _hand_on(self) -> None:
         for kind, request_id, body in self._frames():
@@ -190,12 +206,12 @@ class FrameSocket:
 
     def send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send now or as soon as the peer reads. Never blocks; a peer that doesn't read is dropped at the limit."""
-        if self.closed:
+        if self.closed or self._mute:
             return
         view = memoryview(data)
         if not self._outbox:
             sent = self._push(view, descriptors)
-            if self.closed or sent == len(view):
+            if self._mute or sent == len(view):
                 return
             self._loop.add_writer(self._sock.fileno(), self._writable)
             view, descriptors = view[sent:], () if sent else descriptors
@@ -205,7 +221,7 @@ class FrameSocket:
             self.close()
 
     def _push(self, data: memoryview, descriptors: Sequence[int]) -> int:
-        """How many bytes the kernel took. Closes the connection when it is broken."""
+        """How many bytes the kernel took. A peer that is gone ends the connection from the reading side, after its last frame."""
         try:
             if descriptors:
                 rights = array.array("i", descriptors)
@@ -213,7 +229,13 @@ class FrameSocket:
             return self._sock.send(data)
         except BlockingIOError:
             return 0
+        except (BrokenPipeError, ConnectionResetError):
+            # A client releases what it holds and closes: its last frames are read though no answer reaches it any more.
+            self._mute = True
+            self._loop.call_soon(self._watch_again)
+            return 0
         except OSError:
+            self._mute = True
             self.close()
             return 0
 
@@ -223,6 +245,9 @@ class FrameSocket:
             sent = self._push(data, descriptors)
             if self.closed:
                 return
+            if self._mute:
+                self._outbox.clear()
+                break
             self._outbox_bytes -= sent
             if sent < len(data):
                 if sent:
