@@ -161,7 +161,7 @@ class ClientCore:
 
     # --- sessions -------------------------------------------------------------------------------------------------
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
         if self._closed:
             raise ClientClosed("this client was closed: open a new one")
         if os.getpid() != self._pid:
@@ -183,7 +183,7 @@ class ClientCore:
 
         After a failed attempt further ones fail at once for a while, so that a dead daemon costs an engine nothing.
         """
-        self._check_usable()
+        self.check_usable()
         life = self._life
         if life is not None:
             if not life.transport.closed:
@@ -212,13 +212,13 @@ class ClientCore:
 
     def _introduce(self, deadline_s: float) -> Op[Life]:
         transport: Transport = yield Connect(max(1e-3, deadline_s - time.monotonic()))
+        with self._state:
+            settled, self._to_settle = self._to_settle, []
         try:
-            with self._state:
-                settled, self._to_settle = self._to_settle, []
             hello = wire.Hello(
                 wire.PROTOCOL_VERSION, wire.PROTOCOL_VERSION, self._token, self.engine_id, self.rank, settled
             )
-            pending = transport.start(hello)
+            pending = transport.start(hello, deadline_s)
             reply: wire.HelloReply = yield Sent(transport, pending, deadline_s)
             if len(pending.descriptors) != 1:
                 raise DaemonUnavailable("the daemon sent no board of generations")
@@ -229,6 +229,8 @@ class ClientCore:
                 read_only=reply.read_only,
             )
         except BaseException:
+            with self._state:
+                self._to_settle.extend(settled)  # said again next time: settling twice is harmless
             transport.close()
             raise
         return Life(transport, reply.session, reply.boot_epoch, reply.domain, memory)
@@ -243,6 +245,13 @@ class ClientCore:
             idle = life.holders == 0
         if first and idle:
             self.finished(life)
+
+    def let_go(self, life: Life) -> None:
+        """One holder less; the last one of a life that has ended unmaps it, without waiting for the next call."""
+        if life.drop():
+            self.finished(life)
+        elif life.transport.closed:
+            self._end(life)
 
     def finished(self, life: Life) -> None:
         """Nothing touches an ended life's memory any more."""
@@ -286,12 +295,14 @@ class ClientCore:
         """One request that needs no namespace."""
         deadline_s = self.deadline(timeout_s)
         life = yield from self.live(deadline_s)
-        reply: T = yield Sent(life.transport, life.transport.start(request), deadline_s)
+        reply: T = yield Sent(life.transport, life.transport.start(request, deadline_s), deadline_s)
         return reply
 
     def open_facts(self, facts: NamespaceFacts, deadline_s: float) -> Op[tuple[Life, wire.OpenReply]]:
         life = yield from self.live(deadline_s)
-        reply: wire.OpenReply = yield Sent(life.transport, life.transport.start(wire.Open(facts.encode())), deadline_s)
+        reply: wire.OpenReply = yield Sent(
+            life.transport, life.transport.start(wire.Open(facts.encode()), deadline_s), deadline_s
+        )
         return life, reply
 
     def read_stats(self, *, timeout_s: float | None = None) -> Op[dict[str, Any]]:
@@ -303,7 +314,7 @@ class ClientCore:
         """Get the extents that places lie in. Returns for how many leading places: one may be retired meanwhile."""
         unknown = life.memory.unknown(places)
         while unknown:
-            pending = life.transport.start(wire.MapExtents(unknown[:64]))
+            pending = life.transport.start(wire.MapExtents(unknown[:64]), deadline_s)
             reply: wire.MapReply = yield Sent(life.transport, pending, deadline_s)
             if len(pending.descriptors) != len(reply.extents):
                 raise DaemonUnavailable("the daemon sent fewer descriptors than extents")
@@ -323,6 +334,7 @@ class Lease:
     """Leading blocks of a run, kept from eviction, readable in place. Use as a context manager, plain or async.
 
     After `release` (or the block's end) its views raise ValueError when touched, instead of showing other blocks' bytes.
+    An array or tensor made over a view doesn't keep the lease: copy what must outlive it.
     """
 
     def __init__(
@@ -401,20 +413,22 @@ class Lease:
         return ["ram"] * (len(self) - len(below)) + below
 
     def release(self) -> None:
-        """Give the blocks back. Idempotent; sends and doesn't wait."""
-        life, self._life = self._life, None
+        """Give the blocks back. Idempotent; sends and doesn't wait.
+
+        Raises: BufferError: something still uses a view's buffer. The lease is held on; drop that and release again.
+        """
+        life = self._life
         if life is None:
             return
         deque(map(memoryview.release, self._views or ()), maxlen=0)
-        self._views = None
+        self._life = self._views = None
         try:
             if not life.transport.closed:
                 life.transport.start(wire.Release(self._number)).abandoned = True
         except ClientError:
             pass  # the session has ended, and its leases with it
         finally:
-            if life.drop():
-                self._core.finished(life)
+            self._core.let_go(life)
 
     def __enter__(self) -> Lease:
         return self
@@ -450,12 +464,13 @@ class AllocationCore:
         self._run = run
         self.statuses = [SlotStatus(status) for status in reply.statuses]
         self._places = read_places(reply.locations)
-        self.slots = [Slot(i, status, self._view(life, i)) for i, status in enumerate(self.statuses)]
+        self.slots = [
+            Slot(i, status, self._view(life, i) if status == SlotStatus.WRITABLE else None)
+            for i, status in enumerate(self.statuses)
+        ]
         life.hold()
 
-    def _view(self, life: Life, i: int) -> memoryview | None:
-        if self.statuses[i] != SlotStatus.WRITABLE or life.memory.read_only:
-            return None
+    def _view(self, life: Life, i: int) -> memoryview:
         extent = life.memory.extents[int(self._places["extent"][i])]
         at = int(self._places["offset"][i])
         return extent.writable_memory[at + self._run.layout.header_bytes : at + self._run.layout.object_bytes]
@@ -463,27 +478,28 @@ class AllocationCore:
     def commit_slots(self, indices: Sequence[int] | None = None, *, timeout_s: float | None = None) -> Op[PutResult]:
         """Make the slots' objects visible: all writable ones, or those of `indices`; the rest is given back.
 
-        Raises: EpochEnded if the session that gave the places has ended; ValueError after commit or abort.
+        Raises: EpochEnded if the session that gave the places has ended; ValueError after commit or abort; BufferError while
+        something still uses a slot's buffer (the allocation goes on: drop that and commit again).
         """
         life = self._life
         if life is None:
             raise ValueError("this allocation has ended already")
+        self._space.core.check_usable()
+        self._close_views()
         wanted = set(range(len(self.slots)) if indices is None else indices)
-        writing = [slot for slot in self.slots if slot.view is not None and slot.index in wanted]
+        writing = [i for i, status in enumerate(self.statuses) if status == SlotStatus.WRITABLE and i in wanted]
         try:
             if life.transport.closed:
                 raise EpochEnded("the session that gave these places has ended: nothing was stored")
-            layout = self._run.layout
-            checksums = [layout.part_checksums(slot.view) for slot in writing if slot.view is not None]
-            positions = np.array([slot.index for slot in writing], np.int64)
-            self._run.write_headers(life.memory, self._places, positions, checksums)
+            checksums = [self._run.layout.part_checksums(self._view(life, i)) for i in writing]
+            self._run.write_headers(life.memory, self._places, np.array(writing, np.int64), checksums)
             written = bytearray(len(self.slots))
-            for slot in writing:
-                written[slot.index] = 1
+            for i in writing:
+                written[i] = 1
             request = wire.Commit(self._reply.allocation, bytes(written))
             if self._reply.allocation:
                 deadline_s = self._space.core.deadline(timeout_s)
-                reply: wire.Done = yield Sent(life.transport, life.transport.start(request), deadline_s)
+                reply: wire.Done = yield Sent(life.transport, life.transport.start(request, deadline_s), deadline_s)
                 stored = reply.count
             else:
                 stored = 0
@@ -492,10 +508,11 @@ class AllocationCore:
         return _tally(self._reply.statuses, stored)
 
     def abort(self) -> None:
-        """Give all places back. Idempotent; sends and doesn't wait."""
+        """Give all places back. Idempotent; sends and doesn't wait. Raises: BufferError as `commit`."""
         life = self._life
         if life is None:
             return
+        self._close_views()  # before the daemon may give the places to others
         try:
             if self._reply.allocation and not life.transport.closed:
                 life.transport.start(wire.Abort(self._reply.allocation)).abandoned = True
@@ -504,14 +521,15 @@ class AllocationCore:
         finally:
             self._finish(life)
 
-    def _finish(self, life: Life) -> None:
-        self._life = None
+    def _close_views(self) -> None:
         for slot in self.slots:
             if slot.view is not None:
                 slot.view.release()
                 slot.view = None
-        if life.drop():
-            self._space.core.finished(life)
+
+    def _finish(self, life: Life) -> None:
+        self._life = None
+        self._space.core.let_go(life)
 
 
 def _tally(statuses: bytes, stored: int) -> PutResult:
@@ -626,7 +644,7 @@ class NamespaceCore:
         """One request on this namespace's handle."""
         deadline_s = self.core.deadline(timeout_s)
         life, handle = yield from self._live(deadline_s)
-        reply: T = yield Sent(life.transport, life.transport.start(make(handle)), deadline_s)
+        reply: T = yield Sent(life.transport, life.transport.start(make(handle), deadline_s), deadline_s)
         return reply
 
     # --- reading ----------------------------------------------------------------------------------------------------
@@ -662,7 +680,7 @@ class NamespaceCore:
         deadline_s = self.core.deadline(timeout_s)
         life, handle = yield from self._live(deadline_s)
         request = wire.Acquire(handle, group, flat, int(wait_s * 1000), shares)
-        reply: wire.AcquireReply = yield Sent(life.transport, life.transport.start(request), deadline_s)
+        reply: wire.AcquireReply = yield Sent(life.transport, life.transport.start(request, deadline_s), deadline_s)
         return (yield from self._open_lease(life, reply, flat, layout, words, deadline_s))
 
     def _open_lease(
@@ -770,7 +788,9 @@ class NamespaceCore:
         life, handle = yield from self._live(deadline_s)
         if life.memory.read_only:
             raise PermissionError("this trust domain is read-only for its clients: use put, which writes by the socket")
-        reply: wire.AllocateReply = yield Sent(life.transport, _ask_places(life, handle, run, group), deadline_s)
+        reply: wire.AllocateReply = yield Sent(
+            life.transport, _ask_places(life, handle, run, group, deadline_s), deadline_s
+        )
         try:
             yield from self._prepare_places(life, reply, deadline_s)
         except BaseException:
@@ -816,7 +836,7 @@ class NamespaceCore:
             for number, (start, chunk) in enumerate(chunks):
                 # The next chunk's places are asked for before this one is copied: making room costs no waiting.
                 while len(asked) < min(number + 2, len(chunks)):
-                    asked.append(_ask_places(life, handle, chunks[len(asked)][1], group))
+                    asked.append(_ask_places(life, handle, chunks[len(asked)][1], group, deadline_s))
                 reply: wire.AllocateReply = yield Sent(life.transport, asked[number], deadline_s)
                 statuses.append(reply.statuses)
                 if not reply.allocation:
@@ -829,7 +849,7 @@ class NamespaceCore:
                 else:
                     _write_in_place(life.memory, chunk, places, writable, payloads, start)
                 written = bytes(status == SlotStatus.WRITABLE for status in reply.statuses)
-                commits.append(life.transport.start(wire.Commit(reply.allocation, written)))
+                commits.append(life.transport.start(wire.Commit(reply.allocation, written), deadline_s))
                 del unfinished[reply.allocation]
             stored = 0
             for commit in commits:
@@ -843,8 +863,7 @@ class NamespaceCore:
             for allocation in unfinished:
                 if not life.transport.closed:
                     life.transport.start(wire.Abort(allocation)).abandoned = True
-            if life.drop():
-                self.core.finished(life)
+            self.core.let_go(life)
         return _tally(b"".join(statuses), stored)
 
     def _write_by_socket(
@@ -864,7 +883,7 @@ class NamespaceCore:
             data = header.tobytes() + bytes(payloads[start + i])
             for at in range(0, len(data), _TOUCH_BYTES):
                 request = wire.Write(reply.allocation, i, at, data[at : at + _TOUCH_BYTES])
-                yield Sent(life.transport, life.transport.start(request), deadline_s)
+                yield Sent(life.transport, life.transport.start(request, deadline_s), deadline_s)
 
     # --- keeping, forgetting, telling ---------------------------------------------------------------------------------
 
@@ -901,11 +920,11 @@ class NamespaceCore:
         """Report numbers the engine measured, e.g. tell("load", bytes=..., seconds=...)."""
         deadline_s = self.core.deadline(timeout_s)
         life = yield from self.core.live(deadline_s)
-        yield Sent(life.transport, life.transport.start(wire.Report(kind, values)), deadline_s)
+        yield Sent(life.transport, life.transport.start(wire.Report(kind, values), deadline_s), deadline_s)
 
 
-def _ask_places(life: Life, handle: int, run: Run, group: int) -> Pending:
-    return life.transport.start(wire.Allocate(handle, group, b"".join(run.keys), run.parent or b""))
+def _ask_places(life: Life, handle: int, run: Run, group: int, deadline_s: float) -> Pending:
+    return life.transport.start(wire.Allocate(handle, group, b"".join(run.keys), run.parent or b""), deadline_s)
 
 
 def _write_in_place(
@@ -969,7 +988,7 @@ class _Targets:
         header = self._layout.header_bytes
         digest, memmove = xxhash.xxh3_64_intdigest, ctypes.memmove
         expected = lease.checksums() if verify else []
-        bases = {number: extent.read_address for number, extent in life.memory.extents.items()}
+        bases = {number: extent.read_address for number, extent in list(life.memory.extents.items())}
         numbers, offsets = lease.places["extent"].tolist(), lease.places["offset"].tolist()
         for i, (number, at) in enumerate(zip(numbers, offsets, strict=True)):
             address, view = self._addresses[i]

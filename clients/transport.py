@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
 import threading
 import time
@@ -18,7 +19,7 @@ from typing import Any, Final, Protocol, get_args
 import msgspec
 
 from forebay.kvstore import wire
-from forebay.kvstore.errors import ClientError, DaemonTimeout, DaemonUnavailable, ProtocolError
+from forebay.kvstore.errors import ClientError, DaemonTimeout, DaemonUnavailable, ProtocolError, UsedAfterFork
 from forebay.kvstore.framing import FrameBuffer, FrameSocket
 from forebay.kvstore.wire import Kind, Request, encode_frame
 
@@ -138,8 +139,8 @@ class Transport(Protocol):
 
     closed: bool
 
-    def start(self, request: Request[Any]) -> Pending:
-        """Send a request. Raises: DaemonUnavailable."""
+    def start(self, request: Request[Any], deadline_s: float | None = None) -> Pending:
+        """Send a request. Raises: DaemonUnavailable; DaemonTimeout (the daemon stopped reading); UsedAfterFork."""
 
     def close(self) -> None: ...
 
@@ -157,6 +158,17 @@ def _gone(replies: Replies, path: Path) -> ClientError:
     return DaemonUnavailable(f"the connection to the daemon at {path} broke")
 
 
+class OwnProcess:
+    """The process that made it. A child's frames would mix with its parent's on one socket, and release what that holds."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    def check(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsedAfterFork("this client was made before fork(): open a new one in the child")
+
+
 class BlockingTransport:
     """Any number of threads over one socket, without a thread of its own.
 
@@ -172,27 +184,55 @@ class BlockingTransport:
         self._sending = threading.Lock()
         self._turn = threading.Condition()
         self._reading = False
+        self._timeout_s = timeout_s
+        self._process = OwnProcess()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._sock.settimeout(timeout_s)
             self._sock.connect(str(path))
-            self._receiving = self._sock.dup()  # with a time-out of its own: a short wait must not cut a send short
+            self._receiving = self._sock.dup()  # with a time-out of its own
+            self._sock.setblocking(False)
         except OSError as exc:
             self._sock.close()
             raise _connect_error(path, exc) from exc
 
-    def start(self, request: Request[Any]) -> Pending:
-        with self._sending:
+    def start(self, request: Request[Any], deadline_s: float | None = None) -> Pending:
+        self._process.check()
+        if deadline_s is None:
+            deadline_s = time.monotonic() + self._timeout_s
+        if not self._sending.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+            raise DaemonTimeout("other calls wait for the daemon to read; it may be overloaded or stopped")
+        try:
             if self.closed:
                 raise _gone(self._replies, self.path)
             frame, pending = self._replies.register(request)
             try:
-                self._sock.sendall(frame)
-            except OSError as exc:
+                self._send(frame, deadline_s)
+            except TimeoutError as exc:
+                self._break()
+                raise DaemonTimeout("the daemon stopped reading; it may be overloaded or stopped") from exc
+            except (OSError, ValueError) as exc:
                 # A frame may have gone out in part: nothing that follows it could be understood.
                 self._break()
                 raise _gone(self._replies, self.path) from exc
+        finally:
+            self._sending.release()
         return pending
+
+    def _send(self, frame: bytes, deadline_s: float) -> None:
+        left: bytes | memoryview = frame
+        while True:
+            try:
+                sent = self._sock.send(left)
+            except BlockingIOError:
+                sent = 0
+            if sent == len(left):
+                return
+            left = memoryview(left)[sent:]
+            poller = select.poll()
+            poller.register(self._sock.fileno(), select.POLLOUT)
+            if not poller.poll(max(0.0, 1e3 * (deadline_s - time.monotonic()))):
+                raise TimeoutError
 
     def wait(self, pending: Pending, deadline_s: float) -> Any:
         """The reply. Raises: DaemonTimeout, DaemonUnavailable, or what the daemon answered (ProtocolError)."""
@@ -274,6 +314,7 @@ class LoopTransport(FrameSocket):
     def __init__(self, sock: socket.socket, path: Path) -> None:
         super().__init__(sock, max_frame_bytes=MAX_REPLY_BYTES, descriptors=True)
         self.path = path
+        self._process = OwnProcess()
         self._replies = Replies()
         self.resume()
 
@@ -290,9 +331,13 @@ class LoopTransport(FrameSocket):
         except OSError as exc:
             sock.close()
             raise _connect_error(path, exc) from exc
+        except BaseException:
+            sock.close()
+            raise
         return cls(sock, path)
 
-    def start(self, request: Request[Any]) -> Pending:
+    def start(self, request: Request[Any], deadline_s: float | None = None) -> Pending:
+        self._process.check()
         if self.closed:
             raise _gone(self._replies, self.path)
         frame, pending = self._replies.register(request)
@@ -316,6 +361,8 @@ class LoopTransport(FrameSocket):
 
     def _abandon(self, pending: Pending) -> None:
         pending.abandoned = True
+        while pending.descriptors:
+            os.close(pending.descriptors.pop())
         if pending.ended() and (undoing := undo(pending.reply)) is not None and not self.closed:
             self.start(undoing).abandoned = True
 
