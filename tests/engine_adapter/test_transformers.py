@@ -111,6 +111,13 @@ def test_generated_tokens_are_stored_and_serve_the_next_turn(client: FakeClient,
     assert warm.tokens == run(engine(None), turn).tokens
 
 
+def test_the_last_new_token_has_no_kv_yet_and_its_block_is_not_stored(client: FakeClient, engine: Engine) -> None:
+    run(engine(client), prompt(27, 21), new=11)  # 32 tokens would be 4 blocks; 31 have KV
+    assert len(client.blocks) == 3
+    run(engine(client), prompt(28, 21), new=12)
+    assert len(client.blocks) == 3 + 4
+
+
 def test_the_last_prompt_token_is_computed_even_when_all_blocks_are_stored(client: FakeClient, engine: Engine) -> None:
     ids = prompt(6, 4 * BT)
     cold = run(engine(client), ids)
