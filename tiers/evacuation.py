@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from forebay.tiers.extents import Extent
     from forebay.tiers.ram import RamTier, SizeClass
 
-_AGE_MARGIN: Final = 9 / 8  # classes in steady use must not take turns at emptying each other's extents
-_EXTENTS_A_DRAIN: Final = 16  # one extent in so many may drain at a time: its free slots serve nobody meanwhile
+_AGE_MARGIN: Final = 17 / 16  # classes in steady use must not take turns at emptying each other's extents
+_EXTENTS_A_DRAIN: Final = 12  # one extent in so many may drain at a time: its free slots serve nobody meanwhile
 _CHECKS_AN_EXTENT: Final = 16  # the ages of other classes are looked at so often while a class evicts an extent's worth
 _FRUITLESS_STEPS: Final = 256  # then another extent's turn: here a lease is long
 _CANDIDATES: Final = 64
@@ -83,10 +83,10 @@ class Evacuator:
         for drain in self._drains.copy():
             if (yield from self._go_on(drain, taker)):
                 return
-        if len(self._drains) < max(1, self._tier.pool.made // _EXTENTS_A_DRAIN):
+        while len(self._drains) < max(1, self._tier.pool.made // _EXTENTS_A_DRAIN):
             begun = yield from self._begin(taker)
-            if begun is not None:
-                yield from self._go_on(begun, taker)
+            if begun is None or (yield from self._go_on(begun, taker)):
+                return
 
     def _go_on(self, drain: _Drain, taker: SizeClass) -> Generator[None, None, bool]:
         """Returns whether the extent is empty and on its way to `taker`."""

@@ -12,6 +12,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -19,7 +20,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from forebay.kvstore.errors import TierUnavailable
 from forebay.kvstore.pages import back_with_memory
 
 _F_SEAL_FUTURE_WRITE: Final = 0x10
@@ -210,6 +210,7 @@ class ExtentPool:
         self.name = name
         self._available = available
         self.ready: list[Extent] = []
+        self._making = 0  # extents on their way
         self.made = 0  # extents that hold memory now: ready, in use, or retired but still mapped by someone
         self._next_number = 1
         self._growing: asyncio.Task[None] | None = None
@@ -217,7 +218,7 @@ class ExtentPool:
         self.refused_growth = 0  # times the machine had no memory to spare
 
     def _may_grow(self) -> bool:
-        if self.closed or self.made >= self.max_extents:
+        if self.closed or self.made + self._making >= self.max_extents:
             return False
         if self._available() - self.extent_bytes < self.reserve_bytes:
             self.refused_growth += 1
@@ -227,15 +228,18 @@ class ExtentPool:
     def _new(self) -> Extent:
         extent = Extent(self._next_number, self.extent_bytes)
         self._next_number += 1
-        self.made += 1
+        self._making += 1
         return extent
 
-    def _discard(self, extent: Extent) -> None:
-        extent.close()
-        self.made -= 1
+    def _end_making(self, extent: Extent, *, whole: bool) -> None:
+        self._making -= 1
+        if whole:
+            self.made += 1
+        else:
+            extent.close()
 
     def take(self, *, grow: bool) -> Extent | None:
-        """A ready extent; with `grow`, one made on the spot (blocks about 15 ms for 64 MiB: not on an event loop)."""
+        """A ready extent; with `grow`, one made on the spot (blocks 15 ms and more for 64 MiB: not on an event loop)."""
         if self.ready:
             return self.ready.pop()
         if not grow or not self._may_grow():
@@ -243,9 +247,11 @@ class ExtentPool:
         extent = self._new()
         try:
             extent.fault_in()
-        except OSError as exc:
-            self._discard(extent)
-            raise TierUnavailable(f"no memory for an extent: {exc.strerror}", tier=self.name) from exc
+        except OSError:
+            self._end_making(extent, whole=False)
+            self.refused_growth += 1
+            return None
+        self._end_making(extent, whole=True)
         return extent
 
     async def grow(self, want: int) -> None:
@@ -265,14 +271,27 @@ class ExtentPool:
 
     async def _grow_one(self) -> None:
         extent = self._new()
+        left = threading.Event()
+        making = asyncio.get_running_loop().run_in_executor(None, extent.fault_in, lambda: self.closed or left.is_set())
         try:
-            whole = await asyncio.to_thread(extent.fault_in, lambda: self.closed)
-        except BaseException:
-            self._discard(extent)
+            whole = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            # The thread goes on for a step: closing the extent under it would have it write to memory that is gone.
+            left.set()
+
+            def end(done: asyncio.Future[bool]) -> None:
+                if not done.cancelled():
+                    done.exception()  # nobody else will ask
+                self._end_making(extent, whole=False)
+
+            making.add_done_callback(end)
             raise
-        if not whole or self.closed:
-            self._discard(extent)
-        else:
+        except BaseException:
+            self._end_making(extent, whole=False)
+            raise
+        whole = whole and not self.closed
+        self._end_making(extent, whole=whole)
+        if whole:
             self.ready.append(extent)
 
     def forget(self, extent_bytes_released: int = 1) -> None:
@@ -284,4 +303,5 @@ class ExtentPool:
         if self._growing is not None:
             await asyncio.wait({self._growing})
         while self.ready:
-            self._discard(self.ready.pop())
+            self.ready.pop().close()
+            self.made -= 1

@@ -765,8 +765,9 @@ class RamDomain:
     # --- Tier, SupportsPresence, SupportsListing, SupportsSlots -----------------------------------------------------
 
     def leading_run(self, namespace: bytes, group: int, blocks: Sequence[bytes]) -> int:
+        """Exact, where `Table.leading_run` may count past a hole: the store must not take a hole for a hit."""
         table = self.tables.get((namespace, group))
-        return table.leading_run(blocks) if table is not None else 0
+        return 0 if table is None else len(self.find_leading(table, blocks[: table.leading_run(blocks)]))
 
     def keys(self) -> Iterator[ObjectKey]:
         for (namespace, group), table in list(self.tables.items()):

@@ -97,11 +97,12 @@ class TierContract:
     """
 
     verifies_itself = False
+    sizes: tuple[int, ...] = (SIZE, SIZE // 4, 64)  # what objects of one namespace and group may have
 
     # --- bytes ----------------------------------------------------------------------------------------------------
 
     async def test_what_was_put_is_what_is_got(self, tier: Tier, raw: RawMedium) -> None:
-        for index, size in enumerate((SIZE, SIZE // 4, 64)):
+        for index, size in enumerate(self.sizes):
             key = key_of(index)
             await tier.put(key, forge(key, size), timeout_s=5.0)
             assert await read(tier, key) == forge(key, size)
@@ -401,7 +402,7 @@ class TierContract:
         loans: list[tuple[Any, bytes]] = []
         for _ in range(300):
             key = key_of(rng.randrange(3 * ROOM_FOR))
-            data = forge(key, rng.choice((SIZE, SIZE // 2)))
+            data = forge(key, rng.choice(self.sizes))
             try:
                 match rng.choice(("put", "put", "get", "get", "delete", "reserve", "abort", "borrow", "release")):
                     case "put":

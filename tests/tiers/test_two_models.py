@@ -1,11 +1,11 @@
 """Two models with different object sizes take turns on one memory, under leases: how much of the memory stays of use?
 
 The measure: of the bytes that one undivided memory of the same size, with least-recently-used eviction, would hold now, how
-many does the tier hold? What counts as lost is therefore everything that size classes cost: slots longer than their object, ends
-of extents, free slots that serve nobody, extents being emptied, and objects thrown out while the other model's older ones
-stayed. (Leased objects stay in the undivided memory, too.) Sampled all along, from the moment the memory would be full; the
-smallest sample must be 85 % of the memory at least. Extents are 64 times smaller than real ones, so object sizes are chosen
-whose ends of extents are nearly as small as there.
+many does the tier hold or have free for the working model's next objects? What counts as lost is therefore everything that size
+classes cost: slots longer than their object, ends of extents, the other model's free slots, extents being emptied, and objects
+thrown out while the other model's older ones stayed. (Leased objects stay in that memory, too.) Sampled all along, from
+the moment the memory would be full; the smallest sample must be 85 % of the memory at least. Extents are 64 times smaller than
+real ones, so object sizes are chosen whose ends of extents are nearly as small as there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from forebay.tiers.ram import RamDomain, RamTier
 
 HEADER = 448
 USABLE_SHARE = 0.85
-LEASE_SPAN = 8  # a lease lasts until so small a part of the memory has been stored or read, at most
+LEASE_SPAN = 16  # a lease lasts until so small a part of the memory has been stored or read, at most
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Simulation:
                 await self._store(run)
             self._lease(run, lease_share)
             if self.turn % 10 == 0:
-                self._sample()
+                self._sample(self.tables[active])
 
     def _new_run(self, table: Table) -> Run:
         count = self.rng.randint(4, 40)
@@ -121,11 +121,13 @@ class Simulation:
         self.leased_rows -= len(rows)
         self.domain.unlease(rows)
 
-    def _sample(self) -> None:
+    def _sample(self, working: Table) -> None:
         """What the undivided memory holds: leased objects, then the most recently used ones until it is full."""
         index = self.tier.index
+        size_class = self.tier.class_of_table[working.number]
+        free_slots = size_class.free_slots + len(self.domain.spare) * size_class.slots_per_extent
+        held = free_slots * working.object_bytes
         room = self.tier.capacity_bytes
-        held = 0
         leased = {
             (index.table.item(row), index.key_of(row))
             for row in np.flatnonzero(index.refs[: index.high_water]).tolist()
