@@ -53,6 +53,11 @@ class Evacuator:
         self._resting: deque[int] = deque(maxlen=_RESTING)  # extents that did not become empty lately
         self.done = 0
 
+    @property
+    def _limit(self) -> int:
+        """Extents that may be on their way at a time."""
+        return max(1, self._tier.pool.made // _EXTENTS_A_DRAIN)
+
     def wanted(self, taker: SizeClass) -> bool:
         """Whether `taker` should get another class's memory rather than evict its own."""
         if taker.extents and taker.evictions_until_check > 0:
@@ -67,13 +72,15 @@ class Evacuator:
 
     def _givers(self, taker: SizeClass) -> list[SizeClass]:
         """Classes with older objects than `taker`'s next victim, oldest first. All that have memory, if it has none."""
+        # Another domain's memory comes once its clients have unmapped it: until then more of it would be emptied in vain.
+        waits = len(self._tier.retired) >= self._limit
         now = self._tier.clock.now
         age = (now - taker.policy.oldest_stamp()) * _AGE_MARGIN if taker.extents else -1
         others = [
             (now - other.policy.oldest_stamp(), other)
             for domain in self._tier.domains.values()
             for other in domain.classes.values()
-            if other is not taker and other.extents
+            if other is not taker and other.extents and (other.domain is taker.domain or not waits)
         ]
         return [other for other_age, other in sorted(others, key=lambda pair: -pair[0]) if other_age > age]
 
@@ -83,7 +90,7 @@ class Evacuator:
         for drain in self._drains.copy():
             if (yield from self._go_on(drain, taker)):
                 return
-        while len(self._drains) < max(1, self._tier.pool.made // _EXTENTS_A_DRAIN):
+        while len(self._drains) < self._limit:
             begun = yield from self._begin(taker)
             if begun is None or (yield from self._go_on(begun, taker)):
                 return

@@ -507,7 +507,8 @@ class RamDomain:
             self.board.generations[boards] = generations[part]
 
     def commit(self, table: Table, rows: RowArray, *, parts: int = 0, full_mask: int = 1) -> int:
-        """Objects (or the caller's parts of them) are whole. Returns how many became visible."""
+        """Objects (or the caller's parts of them) are whole. Returns how many became visible. Raises: TierClosed."""
+        self._check_open()
         index = self.tier.index
         size_class = self.tier.class_of_table[table.number]
         whole = rows
@@ -544,6 +545,8 @@ class RamDomain:
 
     def abort(self, row: int, *, parts: int = 0, full_mask: int = 1) -> None:
         """The caller writes nothing (more) of this object and has stopped touching it."""
+        if self.tier.closed:
+            return
         shared = self._parts.get(row)
         if shared is not None:
             if self.tier.index.state.item(row) == State.DETACHED:
@@ -566,7 +569,7 @@ class RamDomain:
 
         Where others write other parts of it, each of them must end (`free_detached`, `commit` or `abort`) first.
         """
-        if self.tier.index.state.item(row) == State.DETACHED:
+        if self.tier.closed or self.tier.index.state.item(row) == State.DETACHED:
             return  # another of its writers vanished before
         stride = self.tier.class_of_table[self.tier.index.table.item(row)].stride
         self.tier.index.detach(row)
@@ -575,6 +578,8 @@ class RamDomain:
 
     def free_detached(self, row: int) -> None:
         """One who could still touch the place has stopped; with the last of them it is free."""
+        if self.tier.closed:
+            return
         shared = self._parts.get(row)
         if shared is not None:
             shared.writers -= 1
@@ -604,6 +609,8 @@ class RamDomain:
         self.tier.class_of_table[table.number].policy.touch(rows)
 
     def unlease(self, rows: RowArray) -> None:
+        if self.tier.closed:
+            return
         index = self.tier.index
         index.refs[rows] -= 1
         detached = rows[index.state[rows] == State.DETACHED]
