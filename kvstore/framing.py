@@ -221,7 +221,7 @@ class FrameSocket:
             self.close()
 
     def _push(self, data: memoryview, descriptors: Sequence[int]) -> int:
-        """How many bytes the kernel took. A peer that is gone ends the connection from the reading side, after its last frame."""
+        """How many bytes the kernel took. A peer that is gone ends the connection from the reading side."""
         try:
             if descriptors:
                 rights = array.array("i", descriptors)

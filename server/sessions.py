@@ -12,7 +12,7 @@ import logging
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +83,7 @@ class Session:
     leased_blocks: int = 0
     uncommitted_bytes: int = 0
     last_handle: int = 0
+    prefetches: int = 0  # that run now
     retired_told: int = 0  # how many of the domain's retired extents this session was told of
 
     def __hash__(self) -> int:
@@ -166,9 +167,10 @@ class Registry:
     def release(self, session: Session, number: int) -> int:
         """Give back one share. Returns the shares left. Raises: UnknownHandle."""
         owner = self.lease_owner.get(number)
-        if owner is None or (owner is not session and number not in session.joined):
-            raise UnknownHandle(f"this session holds no share of lease {number}")
+        joined = number in session.joined
         session.joined.discard(number)
+        if owner is None or (owner is not session and not joined):
+            raise UnknownHandle(f"this session holds no share of lease {number}")
         lease = owner.leases[number]
         lease.shares -= 1
         if lease.shares <= 0:
@@ -185,12 +187,16 @@ class Registry:
 
     def overdue(self, now_s: float) -> list[Session]:
         """Sessions that hold a lease or an allocation past its deadline."""
-        return [
-            session
-            for session in self.sessions.values()
-            if any(lease.deadline_s < now_s for lease in session.leases.values())
-            or any(allocation.deadline_s < now_s for allocation in session.allocations.values())
-        ]
+        # Filed in the order of their deadlines, so the first of each tells: a session may hold 10^5 leases.
+        late = []
+        for session in self.sessions.values():
+            lease, allocation = (
+                next(iter(session.leases.values()), None),
+                next(iter(session.allocations.values()), None),
+            )
+            if (lease and lease.deadline_s < now_s) or (allocation and allocation.deadline_s < now_s):
+                late.append(session)
+        return late
 
     def end(self, session: Session) -> None:
         """The session's socket has closed. Free what it held, or keep it as an orphan while its process lives."""
@@ -289,6 +295,10 @@ class Registry:
         if orphan.pidfd is not None:
             os.close(orphan.pidfd)
             orphan.pidfd = None
+
+    def orphans_of(self, pid: int, *, besides: Sequence[bytes] = ()) -> int:
+        """How many orphans a process has that it doesn't settle by naming them in `besides`."""
+        return sum(orphan.pid == pid and orphan.session not in besides for orphan in self.orphans.values())
 
     def quarantined_bytes(self, pid: int | None = None) -> int:
         """Bytes that orphans (of one process, if given) keep out of use."""

@@ -45,6 +45,9 @@ log = logging.getLogger("forebay.verbs")
 CHUNK: Final = 256
 ALLOCATE_CHUNK: Final = 64  # an object that must evict another costs about 5 us
 MAX_HANDLES: Final = 4096
+MAX_ENGINE_ID: Final = 256
+MAX_ORPHANS: Final = 64  # ended sessions of one process that still map memory: each costs a descriptor
+MAX_PREFETCHES: Final = 64  # of one session at once; their keys are kept while they run
 MAX_WAIT_S: Final = 3600.0
 
 
@@ -127,7 +130,13 @@ class SessionVerbs:
             raise Draining("the daemon is shutting down")
         if len(daemon.registry.sessions) >= settings.max_sessions:
             raise OverLimit(f"{settings.max_sessions} sessions are open: close some, or raise max_sessions")
+        if len(request.engine_id) > MAX_ENGINE_ID:
+            raise BadRequest(f"an engine id has at most {MAX_ENGINE_ID} characters, not {len(request.engine_id)}")
         peer = self._connection.peer
+        if daemon.registry.orphans_of(peer.pid, besides=request.previous) >= MAX_ORPHANS:
+            raise OverLimit(
+                f"this process left {MAX_ORPHANS} sessions whose memory it may still touch: settle them first"
+            )
         domain = daemon.domain_of(peer.uid)
         session = Session(
             id=os.urandom(16),
@@ -237,6 +246,7 @@ class SessionVerbs:
             raise Draining("the daemon is shutting down: compute instead of loading")
         keys = wire.split_keys(request.keys)
         session = self.session
+        self._check_quarantine()
         limit = self._daemon.settings.max_leased_blocks_per_session
         if session.leased_blocks + len(keys) > limit:
             raise OverLimit(f"leases of this session would pass {limit} blocks: release some")
@@ -316,6 +326,9 @@ class SessionVerbs:
         in_ram = table.leading_run(keys)
         if in_ram == len(keys) or not self._daemon.lower:
             return wire.PrefetchReply(0, 0)
+        if self.session.prefetches >= MAX_PREFETCHES:
+            raise OverLimit(f"{MAX_PREFETCHES} prefetches of this session run already: wait for their notices")
+        self.session.prefetches += 1
         ticket = self._daemon.registry.number()
         timeout_s = min(request.timeout_ms / 1000, MAX_WAIT_S)
         self._daemon.background(self._prefetched(ticket, namespace, request.group, table, keys, timeout_s))
@@ -328,6 +341,7 @@ class SessionVerbs:
         try:
             await self._daemon.store_of(domain).load(namespace.id, group, keys, table.object_bytes, timeout_s)
         finally:
+            self.session.prefetches -= 1
             domain.board.count_completion()
             self._connection.notice(ticket, wire.Loaded(table.leading_run(keys)))
 
@@ -346,8 +360,7 @@ class SessionVerbs:
             raise BadRequest(f"parts mask {request.parts:#x} names parts beyond the {parts_count} of the namespace")
         if daemon.draining:
             raise Draining("the daemon is shutting down: nothing new is stored")
-        if daemon.quarantine_is_full and daemon.registry.quarantined_bytes(session.pid):
-            raise OverLimit("this process left sessions whose copies may go on: settle them before it writes more")
+        self._check_quarantine()
         need = len(keys) * table.object_bytes
         limit = daemon.settings.max_uncommitted_bytes_per_session
         if session.uncommitted_bytes + need > limit:
@@ -435,6 +448,12 @@ class SessionVerbs:
         index = session.domain.tier.index
         places[rows >= 0] = index.locations[rows[rows >= 0]]
         return wire.AllocateReply(allocation.number, statuses, places.tobytes(), self._retired())
+
+    def _check_quarantine(self) -> None:
+        """Raises: OverLimit: this process is one of those that fill the quarantine, and gets nothing more to leave there."""
+        daemon = self._daemon
+        if daemon.quarantine_is_full and daemon.registry.quarantined_bytes(self.session.pid):
+            raise OverLimit("this process left sessions whose copies may go on: settle them before it holds more")
 
     def _allocation(self, number: int) -> Allocation:
         allocation = self.session.allocations.get(number)

@@ -134,15 +134,18 @@ class DaemonProcess:
             found: dict[str, Any] = session.call(wire.Stats()).stats
         return found
 
-    def at_base(self) -> dict[str, Any]:
-        """Wait until no session but the asking one is left and nothing is held for any; audit. Returns the stats."""
+    def at_base(self, *, others: int = 0) -> dict[str, Any]:
+        """Wait until no session is left but the asking one and `others`, and nothing is held for any; audit.
+
+        Returns the stats.
+        """
 
         def held(stats: dict[str, Any]) -> dict[str, int]:
             names = ("leases", "leased_blocks", "uncommitted_bytes", "orphans", "quarantined_bytes")
             found = {name: stats["sessions"][name] for name in names}
             memory = stats["tiers"]["ram"]["bytes"]
             found |= {f"ram {name}": memory[name] for name in ("allocated", "quarantined")}
-            return found | {"sessions": stats["sessions"]["open"] - 1}
+            return found | {"sessions": stats["sessions"]["open"] - 1 - others}
 
         stats = eventually(self.stats, lambda stats: not any(held(stats).values()))
         self.audit()
@@ -170,6 +173,7 @@ class RawSession:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(WAIT_S)
         self.sock.connect(str(path))
+        self.id = b""
         self.descriptors: list[int] = []
         self._bytes = b""
         self._last_id = 0
@@ -219,7 +223,9 @@ class RawSession:
 
     def hello(self, engine_id: str = "", previous: Sequence[bytes] = ()) -> wire.HelloReply:
         version = wire.PROTOCOL_VERSION
-        return self.call(wire.Hello(version, version, "", engine_id, 0, list(previous)))
+        reply = self.call(wire.Hello(version, version, "", engine_id, 0, list(previous)))
+        self.id = reply.session
+        return reply
 
     def open(self, facts: NamespaceFacts) -> wire.OpenReply:
         return self.call(wire.Open(facts.encode()))

@@ -1,4 +1,4 @@
-"""Both clients behind one face, so that each case stands once: `client` is an `AsyncClient`, or a `Client` called as if it were."""
+"""Both clients behind one face, so that each case stands once: an `AsyncClient`, and a `Client` called as if it were one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.daemon_process import DaemonProcess, serving
 
 
 class Awaited:
-    """A blocking client or namespace with awaitable methods. The daemon is another process, so blocking the loop is harmless."""
+    """A blocking client or namespace with awaitable methods. Blocking the loop is harmless: the daemon is another process."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
