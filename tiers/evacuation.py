@@ -23,7 +23,7 @@ from forebay.kvstore.index import State
 
 if TYPE_CHECKING:
     from forebay.tiers.extents import Extent
-    from forebay.tiers.ram import RamTier, SizeClass
+    from forebay.tiers.ram import RamDomain, RamTier, SizeClass
 
 _AGE_MARGIN: Final = 17 / 16  # classes in steady use must not take turns at emptying each other's extents
 _EXTENTS_A_DRAIN: Final = 12  # one extent in so many may drain at a time: its free slots serve nobody meanwhile
@@ -62,7 +62,7 @@ class Evacuator:
         """Whether `taker` should get another class's memory rather than evict its own."""
         if taker.extents and taker.evictions_until_check > 0:
             return False
-        if self._drains or self._givers(taker):
+        if self._drains or self._unused(taker) or self._givers(taker):
             return True
         self._look_away(taker)
         return False
@@ -70,23 +70,50 @@ class Evacuator:
     def _look_away(self, taker: SizeClass) -> None:
         taker.evictions_until_check = taker.slots_per_extent // _CHECKS_AN_EXTENT
 
-    def _givers(self, taker: SizeClass) -> list[SizeClass]:
-        """Classes with older objects than `taker`'s next victim, oldest first. All that have memory, if it has none."""
+    def _domains(self, taker: SizeClass) -> list[RamDomain]:
+        """Domains whose memory `taker` could get."""
         # Another domain's memory comes once its clients have unmapped it: until then more of it would be emptied in vain.
         waits = len(self._tier.retired) >= self._limit
+        return [domain for domain in self._tier.domains.values() if domain is taker.domain or not waits]
+
+    def _others(self, taker: SizeClass) -> list[SizeClass]:
+        return [
+            other
+            for domain in self._domains(taker)
+            for other in domain.classes.values()
+            if other is not taker and other.extents
+        ]
+
+    def _givers(self, taker: SizeClass) -> list[SizeClass]:
+        """Classes with older objects than `taker`'s next victim, oldest first. All that have memory, if it has none."""
         now = self._tier.clock.now
         age = (now - taker.policy.oldest_stamp()) * _AGE_MARGIN if taker.extents else -1
-        others = [
-            (now - other.policy.oldest_stamp(), other)
-            for domain in self._tier.domains.values()
-            for other in domain.classes.values()
-            if other is not taker and other.extents and (other.domain is taker.domain or not waits)
-        ]
+        others = [(now - other.policy.oldest_stamp(), other) for other in self._others(taker)]
         return [other for other_age, other in sorted(others, key=lambda pair: -pair[0]) if other_age > age]
+
+    def _unused(self, taker: SizeClass) -> tuple[RamDomain, SizeClass | None, Extent] | None:
+        """An extent that serves nobody, and the class that has it, if any. Of other domains' rather one that no client maps."""
+        found: list[tuple[RamDomain, SizeClass | None, Extent]] = [
+            (domain, None, extent)
+            for domain in self._domains(taker)
+            if domain is not taker.domain
+            for extent in domain.spare
+        ]
+        found += (
+            (other.domain, other, extent)
+            for other in self._others(taker)
+            for extent in other.open.values()
+            if extent.free_count == extent.slot_count
+        )
+        return min(found, key=lambda it: it[0] is not taker.domain and bool(it[2].mapped_by), default=None)
 
     def steps(self, taker: SizeClass) -> Generator[None, None, None]:
         """Work until an extent is empty (`done` grows) or only waiting is left. May be left between any two steps."""
         self._look_away(taker)
+        unused = self._unused(taker)
+        if unused is not None:
+            self._hand_over(*unused, taker)
+            return
         for drain in self._drains.copy():
             if (yield from self._go_on(drain, taker)):
                 return
@@ -109,14 +136,17 @@ class Evacuator:
             self._drains.remove(drain)
             extent.draining = False
             self._resting.clear()
-            self.done += 1
-            self._tier.counters.evacuations += 1
-            taker.evictions_until_check = 0
-            size_class.domain.release_extent(size_class, extent, to_others=size_class.domain is not taker.domain)
+            self._hand_over(size_class.domain, size_class, extent, taker)
             return True
         if drain.fruitless > _FRUITLESS_STEPS:
             self._give_up(drain)
         return False
+
+    def _hand_over(self, owner: RamDomain, giver: SizeClass | None, extent: Extent, taker: SizeClass) -> None:
+        self.done += 1
+        self._tier.counters.evacuations += 1
+        taker.evictions_until_check = 0
+        owner.release_extent(giver, extent, to_others=owner is not taker.domain)
 
     def _begin(self, taker: SizeClass) -> Generator[None, None, _Drain | None]:
         for giver in self._givers(taker):
@@ -169,9 +199,12 @@ class Evacuator:
         for slot in np.flatnonzero(extent.rows >= 0).tolist():
             while True:
                 row = extent.rows.item(slot)
-                if row < 0 or index.state.item(row) != State.VISIBLE or index.refs.item(row) | index.pins.item(row):
+                if row < 0 or index.refs.item(row) | index.pins.item(row):
                     break
-                if size_class.open:
+                if index.state.item(row) != State.VISIBLE:
+                    if not domain.drop_unfinished(row):
+                        break
+                elif size_class.open:
                     domain.move(size_class, row)
                 elif not domain.evict(size_class):
                     return

@@ -340,13 +340,16 @@ class RamDomain:
         size_class.extents.append(extent)
         size_class.open[extent.number] = extent
 
-    def release_extent(self, size_class: SizeClass, extent: Extent, *, to_others: bool) -> None:
-        """An emptied extent leaves its class: for this domain's spare, or back to the system if another domain wants memory.
+    def release_extent(self, size_class: SizeClass | None, extent: Extent, *, to_others: bool) -> None:
+        """An empty extent leaves its class (None: the spare ones), for this domain's spare or, if others want it, the system.
 
         Never to another domain as it is: it holds this domain's bytes, and clients of this domain may keep it mapped.
         """
-        size_class.extents.remove(extent)
-        size_class.open.pop(extent.number, None)
+        if size_class is None:
+            self.spare.remove(extent)
+        else:
+            size_class.extents.remove(extent)
+            size_class.open.pop(extent.number, None)
         if not to_others:
             self.spare.append(extent)
             return
@@ -559,6 +562,18 @@ class RamDomain:
                 return
         self._free_writing(row)
 
+    def _is_unfinished(self, row: int) -> bool:
+        shared = self._parts.get(row)
+        return shared is not None and not shared.writers and not self.tier.index.refs.item(row)
+
+    def drop_unfinished(self, row: int) -> bool:
+        """Forget an object that nobody writes, and whose other parts have not come. Returns whether it is one."""
+        if not self._is_unfinished(row):
+            return False
+        self.tier.class_of_table[self.tier.index.table.item(row)].policy.forget(row)
+        self._free_writing(row)
+        return True
+
     def _free_writing(self, row: int) -> None:
         self._parts.pop(row, None)
         self.tier.allocated_bytes -= self.tier.class_of_table[self.tier.index.table.item(row)].stride
@@ -623,7 +638,7 @@ class RamDomain:
         index = self.tier.index
         parked = rows[index.parked[rows] != 0]
         for row in parked.tolist():
-            if index.evictable(row):
+            if index.evictable(row) or self._is_unfinished(row):
                 self.tier.class_of_table[index.table.item(row)].policy.unpark(row)
 
     def pin(self, rows: RowArray) -> None:
@@ -699,9 +714,7 @@ class RamDomain:
             if row < 0:
                 break
             if not index.evictable(row):
-                if row in self._parts and not index.refs.item(row):
-                    policy.forget(row)
-                    self._free_writing(row)  # its other parts never came
+                if self.drop_unfinished(row):
                     unfinished += 1
                 else:
                     policy.park(row)
