@@ -24,6 +24,8 @@ from forebay.kvstore.wire import LOCATION_DTYPE
 
 RowArray = npt.NDArray[np.int64]
 ABSENT: Final = -1
+_WORTH_GUESSING: Final = 32  # keys that must follow their predecessor's row for a guess to have paid
+_MAX_LOOK_UPS: Final = 1024
 _MAX_DEPTH: Final = 16_384  # blocks: a run of a million tokens
 
 
@@ -51,9 +53,10 @@ ROW_DTYPE: Final = np.dtype(
 class Table:
     """Rows of one namespace and group, by block key."""
 
-    __slots__ = ("group", "hidden", "namespace", "number", "object_bytes", "shards", "visible")
+    __slots__ = ("_index", "group", "hidden", "namespace", "number", "object_bytes", "shards", "visible")
 
-    def __init__(self, number: int, namespace: bytes, group: int, object_bytes: int) -> None:
+    def __init__(self, index: Index, number: int, namespace: bytes, group: int, object_bytes: int) -> None:
+        self._index = index
         self.number = number
         self.namespace = namespace
         self.group = group
@@ -67,10 +70,34 @@ class Table:
         return self.shards[key[0]].get(key, ABSENT)
 
     def find(self, keys: Sequence[bytes]) -> RowArray:
-        """Rows of visible objects, [keys], ABSENT where there is none."""
-        # The loop runs in C: half the time of a comprehension over keys.
-        shards = map(self.shards.__getitem__, b"".join(keys)[::16])
-        return np.fromiter(map(dict.get, shards, keys, repeat(ABSENT)), np.int64, len(keys))
+        """Rows of visible objects, [keys], ABSENT where there is none.
+
+        Blocks stored together have rows side by side, so after a key is found the following keys are compared with the
+        following rows, all at once, and only a key that isn't there costs a look-up: [M] 40 ns a key against 450 for a
+        look-up in an index of 10^6, most of it cache misses. Where rows don't follow each other that is tried ever less.
+        """
+        count = len(keys)
+        rows = np.empty(count, np.int64)
+        flat = b"".join(keys)
+        wanted = np.frombuffer(flat, np.uint64).reshape(-1, 2)
+        index, at, look_ups = self._index, 0, 1
+        while at < count:
+            end = min(count, at + look_ups)
+            shards = map(self.shards.__getitem__, flat[16 * at : 16 * end : 16])  # the loop runs in C
+            rows[at:end] = list(map(dict.get, shards, keys[at:end], repeat(ABSENT)))
+            at = end
+            row = rows.item(at - 1) + 1
+            if at == count or row == 0:
+                look_ups = min(2 * look_ups, _MAX_LOOK_UPS)
+                continue
+            same = (index.key_words[row : row + count - at] == wanted[at : at + index.max_rows - row]).all(axis=1)
+            same &= index.state[row : row + len(same)] == State.VISIBLE
+            same &= index.table[row : row + len(same)] == self.number
+            following = len(same) if same.all() else int(same.argmin())
+            rows[at : at + following] = np.arange(row, row + following)
+            at += following
+            look_ups = 1 if following >= _WORTH_GUESSING else min(2 * look_ups, _MAX_LOOK_UPS)
+        return rows
 
     def leading_run(self, keys: Sequence[bytes]) -> int:
         """How many leading keys are visible, by bisection: 14 look-ups for 8,192 keys.
@@ -124,6 +151,7 @@ class Index:
         self.clean = self.rows["clean"]
         self.hits = self.rows["hits"]
         self.key = np.zeros(max_rows, "V16")
+        self.key_words = self.key.view(np.uint64).reshape(-1, 2)
         self._words = self.rows.view(np.uint64).reshape(-1, 8)  # a row's first three words are its location
         self._free = np.zeros(max_rows, np.int32)  # stack of used and freed row numbers
         self._free_top = 0
@@ -145,6 +173,7 @@ class Index:
         rows = np.empty(count, np.int64)
         rows[:reused] = self._free[self._free_top - reused : self._free_top]
         self._free_top -= reused
+        rows[:reused].sort()  # rows of one batch side by side are what `Table.find` hopes for
         fresh = count - reused
         rows[reused:] = np.arange(self.high_water, self.high_water + fresh)
         self.high_water += fresh
@@ -171,7 +200,7 @@ class Index:
     # --- tables -----------------------------------------------------------------------------------------------------
 
     def add_table(self, namespace: bytes, group: int, object_bytes: int) -> Table:
-        table = Table(len(self.tables), namespace, group, object_bytes)
+        table = Table(self, len(self.tables), namespace, group, object_bytes)
         self.tables.append(table)
         return table
 

@@ -48,7 +48,9 @@ class Reports:
                 sums[f"{name}_total"] = sums.get(f"{name}_total", 0.0) + value
         if kind == "load" and values.get("bytes", 0) > 0 and values.get("seconds", 0) > 0:
             seen = values["bytes"] / values["seconds"]
-            self._bandwidth += _WEIGHT * (seen - self._bandwidth)
+            # The first sample replaces the guess, the next ones average; then old ones fade.
+            weight = max(_WEIGHT, 1 / sums["reports_total"])
+            self._bandwidth += weight * (seen - self._bandwidth)
 
     def ram_estimate(self) -> TierEstimate:
         return TierEstimate(self._latency_s, self._bandwidth, 0, 0.0, True)
