@@ -119,7 +119,7 @@ class RamMachine(RuleBasedStateMachine):
         self.rewritten: set[tuple[int, bytes]] = set()  # keys allocated while an older object of theirs was detached
         self.writing: list[Writing] = []
         self.reading: list[Reading] = []
-        self.glances: deque[Glance] = deque(maxlen=20)
+        self.glances: deque[Glance] = deque(maxlen=60)
         self.pins: Counter[tuple[int, bytes]] = Counter()
         self.half_done: list[Generator[None, None, None]] = []
         self.serial = 0
@@ -186,6 +186,7 @@ class RamMachine(RuleBasedStateMachine):
             for key, data, row in zip(writing.keys, written, writing.rows, strict=True):
                 if table.get(key) == row:
                     self.holds[table.number, key] = data
+                    self._glance(domain, row, data)
                 else:
                     assert writing.parts, "a whole object was committed and not found"
         elif how == "abort":
@@ -216,6 +217,11 @@ class RamMachine(RuleBasedStateMachine):
         writing = self._allocate(where, keys[skip:], parent, parts)
         if how != "later" and writing.rows:
             self._finish(writing, how)
+
+    @rule(where=st.integers(0, 5), step=st.integers(1, 4))
+    def store_many(self, where: int, step: int) -> None:
+        for node in range(NODES, NODES // 2, -step):
+            self.store(where=where, node=node, skip=0, parts=0, how="commit", prepared=True)
 
     @rule(where=st.integers(0, 5), node=nodes, above=nodes)
     def store_under_a_strange_parent(self, where: int, node: int, above: int) -> None:
@@ -271,9 +277,12 @@ class RamMachine(RuleBasedStateMachine):
         domain, table = self.places[where]
         row = table.get(block(node))
         if row != ABSENT:
-            index = self.tier.index
-            told = index.board.item(row), index.generation.item(row)
-            self.glances.append(Glance(domain, *told, domain.object_view(row), self.holds[table.number, block(node)]))
+            self._glance(domain, row, self.holds[table.number, block(node)])
+
+    def _glance(self, domain: RamDomain, row: int, expected: bytes) -> None:
+        index = self.tier.index
+        told = index.board.item(row), index.generation.item(row)
+        self.glances.append(Glance(domain, *told, domain.object_view(row), expected))
 
     @rule(where=st.integers(0, 5), node=nodes)
     def pin(self, where: int, node: int) -> None:
