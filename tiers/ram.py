@@ -34,6 +34,7 @@ from forebay.tiers.extents import (
     Extent,
     ExtentPool,
     available_memory_bytes,
+    forbid_new_seals,
     forbid_new_writable_mappings,
 )
 
@@ -42,6 +43,8 @@ _PAGE: Final = 4096
 _LARGE_OBJECT: Final = 64 << 10
 _FEW: Final = 4  # rows up to which plain Python beats array calls
 _MAX_PARKED_A_CALL: Final = 1024  # rows that eviction may find busy before it gives up for this call: 1 ms of work
+
+np.unique(np.zeros(1, np.int64))  # its first call imports numpy.ma: 18 ms that no event loop should pay
 
 
 def stride_of(object_bytes: int) -> int:
@@ -335,6 +338,8 @@ class RamDomain:
             extent.board_base = extent.position * self.board.slots_per_position
             if self.read_only:
                 forbid_new_writable_mappings(extent.fd)
+            else:
+                forbid_new_seals(extent.fd)
         self.extents[extent.number] = extent
         extent.format(size_class.stride)
         size_class.extents.append(extent)
