@@ -68,6 +68,11 @@ def forbid_new_writable_mappings(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
 
 
+def forbid_new_seals(fd: int) -> None:
+    """No client can seal the memory against the others of its domain."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+
+
 class Extent:
     """One memfd, cut into slots of one stride while a size class uses it."""
 
