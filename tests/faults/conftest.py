@@ -21,7 +21,8 @@ class Bystander:
         self.tokens = tokens_of(99, blocks)
         self.keys = self.space.keys(self.tokens)
         self.payloads = [payload_of(self.space.id, key, self.size) for key in self.keys]
-        assert self.space.put(self.keys, self.tokens, self.payloads).stored == blocks
+        self.stored = self.space.put(self.keys, self.tokens, self.payloads).stored
+        self.check()
 
     def leave(self) -> None:
         self.check()

@@ -6,6 +6,7 @@ its standard input. Always true: it never cleans up by itself, as an engine that
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import subprocess
@@ -201,6 +202,13 @@ class Engine:
                     return type(exc).__name__
                 assert session.call(wire.MapExtents([1])).extents == [1]
         return "all"
+
+    def fork(self) -> str:
+        """A child that keeps all it inherited and sleeps."""
+        child = os.fork()
+        if not child:
+            signal.pause()
+        return str(child)
 
     def read(self) -> str:
         """Whether every byte of what it leased is still right."""
