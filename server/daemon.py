@@ -240,12 +240,9 @@ class Daemon:
     def quarantine_is_full(self) -> bool:
         return self.registry.quarantined_bytes() >= self.settings.max_quarantine_bytes
 
-    def check_pins(self, domain: RamDomain, rows: RowArray) -> None:
-        """Raises: OverLimit if pins would keep more than half of the tier."""
-        index = self.ram.index
-        used = index.rows[: index.high_water]
-        pinned = used["table"][used["pins"] > 0].tolist() + index.table[rows[index.pins[rows] == 0]].tolist()
-        held = sum(self.ram.class_of_table[number].stride * count for number, count in Counter(pinned).items())
+    def check_pins(self, rows: RowArray) -> None:
+        """Raises: OverLimit if pins of these rows, too, would keep more than half of the tier."""
+        held = self.ram.pinned_bytes + self.ram.bytes_of(rows[self.ram.index.pins[rows] == 0])
         if held > _MAX_PINNED_SHARE * self.ram.capacity_bytes:
             raise OverLimit(f"pins would keep {held} bytes, more than half of the ram tier: unpin some first")
 

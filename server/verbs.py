@@ -531,7 +531,7 @@ class SessionVerbs:
 
     def _pin(self, request: wire.Pin) -> Answer:
         rows = self._present(request.handle, request.group, request.keys)
-        self._daemon.check_pins(self.session.domain, rows)
+        self._daemon.check_pins(rows)
         self.session.domain.pin(rows)
         return wire.Done(len(rows))
 

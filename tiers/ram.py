@@ -166,6 +166,7 @@ class RamTier:
         self.cached_bytes = 0
         self.allocated_bytes = 0
         self.quarantined_bytes = 0
+        self.pinned_bytes = 0  # of the cached ones
         self.retired: dict[int, Extent] = {}  # by extent number: dropped, but mapped by some client
         self.evacuator = Evacuator(self)
         self._next_generation = 1
@@ -187,11 +188,19 @@ class RamTier:
         if self.index.evictable(row):
             self.class_of_table[self.index.table.item(row)].policy.unpark(row)
 
+    def bytes_of(self, rows: RowArray) -> int:
+        """Memory that rows' places take."""
+        return sum(self.class_of_table[number].stride for number in self.index.table[rows].tolist())
+
     def tell_gone(self, rows: RowArray, why: str) -> None:
         if self.on_gone is not None:
             numbers = self.index.table[rows]
             for number in np.unique(numbers).tolist():
                 self.on_gone(self.index.tables[number], self.index.key[rows[numbers == number]].tolist(), why)
+
+    def tell_one_gone(self, row: int, why: str) -> None:
+        if self.on_gone is not None:
+            self.on_gone(self.index.tables[self.index.table.item(row)], [self.index.key_of(row)], why)
 
     def accounting(self) -> Accounting:
         in_use = self.pool.made * self.extent_bytes - len(self.retired) * self.extent_bytes
@@ -228,6 +237,7 @@ class RamTier:
     def audit(self) -> None:
         """Recompute the accounts from the slots themselves. Raises InvariantViolation. O(memory): for tests."""
         self.index.check()
+        pinned = 0
         seen = dict.fromkeys(State, 0)
         extents = 0
         for domain in self.domains.values():
@@ -244,6 +254,7 @@ class RamTier:
                         and (self.index.offset[rows] != used.astype(np.uint64) * np.uint64(extent.stride)).any()
                     ):
                         raise InvariantViolation(f"extent {extent.number}: a row's place is not the slot that names it")
+                    pinned += int(np.count_nonzero(self.index.pins[rows])) * size_class.stride
                     for state in State:
                         seen[state] += int(np.count_nonzero(self.index.state[rows] == state)) * size_class.stride
         if (seen[State.VISIBLE], seen[State.WRITING], seen[State.DETACHED]) != (
@@ -252,6 +263,8 @@ class RamTier:
             self.quarantined_bytes,
         ):
             raise InvariantViolation(f"byte accounts differ from the slots: {seen}, {self.accounting()}")
+        if pinned != self.pinned_bytes:
+            raise InvariantViolation(f"{pinned} bytes are pinned, the account says {self.pinned_bytes}")
         if seen[State.FREE] or seen[State.GHOST]:
             raise InvariantViolation("a slot belongs to a row that has no place")
         if extents + len(self.pool.ready) + len(self.retired) != self.pool.made:
@@ -647,12 +660,15 @@ class RamDomain:
                 self.tier.class_of_table[index.table.item(row)].policy.unpark(row)
 
     def pin(self, rows: RowArray) -> None:
-        np.add.at(self.tier.index.pins, rows, 1)
+        fresh = rows[self.tier.index.pins[rows] == 0]
+        self.tier.index.pins[rows] += 1
+        self.tier.pinned_bytes += self.tier.bytes_of(fresh)
 
     def unpin(self, rows: RowArray) -> int:
         """Returns how many of the rows were pinned."""
         pinned = rows[self.tier.index.pins[rows] > 0]
         self.tier.index.pins[pinned] -= 1
+        self.tier.pinned_bytes -= self.tier.bytes_of(pinned[self.tier.index.pins[pinned] == 0])
         self._unpark(pinned)
         return len(pinned)
 
@@ -663,7 +679,9 @@ class RamDomain:
         tier.tell_gone(np.array([row], np.int64), why)
         size_class = tier.class_of_table[table.number]
         size_class.policy.forget(row)
-        index.pins[row] = 0
+        if index.pins.item(row):
+            index.pins[row] = 0
+            tier.pinned_bytes -= size_class.stride
         tier.cached_bytes -= size_class.stride
         if index.refs.item(row):
             index.detach(row)
@@ -727,12 +745,17 @@ class RamDomain:
             policy.forget(row)
             index.unlink(row)  # its parent may be the next victim
             victims.append(row)
-        if victims:
+        tier.counters.evicted += len(victims)
+        tier.cached_bytes -= size_class.stride * len(victims)
+        if len(victims) <= _FEW:
+            for row in victims:
+                tier.counters.evicted_dirty += index.clean.item(row) == 0
+                tier.tell_one_gone(row, "evicted")
+                self._free_slot(row)
+                index.erase_one(row)
+        else:
             rows = np.array(victims, np.int64)
-            dirty = int(np.count_nonzero(index.clean[rows] == 0))
-            tier.counters.evicted += len(victims)
-            tier.counters.evicted_dirty += dirty
-            tier.cached_bytes -= size_class.stride * len(victims)
+            tier.counters.evicted_dirty += int(np.count_nonzero(index.clean[rows] == 0))
             tier.tell_gone(rows, "evicted")
             self._free_slots(rows)
             index.erase(rows)

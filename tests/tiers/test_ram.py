@@ -141,8 +141,8 @@ async def test_a_closed_tier_refuses_everything_and_gives_back_quietly(domain: R
 
 
 async def test_what_is_evicted_is_told_by_table_and_reason(make: Callable[..., RamTier]) -> None:
-    told: list[tuple[int, list[bytes], str]] = []
-    tier = make(1, on_gone=lambda table, gone, why: told.append((table.number, gone, why)))
+    told: list[tuple[int, bytes, str]] = []
+    tier = make(1, on_gone=lambda table, gone, why: told.extend((table.number, key, why) for key in gone))
     domain = tier.domain("d")
     table = domain.table(NAMESPACE, 0, SMALL)
     await store(domain, table, 0, 16)
@@ -150,9 +150,10 @@ async def test_what_is_evicted_is_told_by_table_and_reason(make: Callable[..., R
     await domain.delete(ObjectKey(NAMESPACE, keys(0, 1)[0]))
     domain.drop_corrupt(ObjectKey(NAMESPACE, keys(1, 1)[0]))
     assert told == [
-        (0, keys(15, 1) + keys(14, 1), "evicted"),
-        (0, keys(0, 1), "deleted"),
-        (0, keys(1, 1), "corrupt"),
+        (0, *keys(15, 1), "evicted"),
+        (0, *keys(14, 1), "evicted"),
+        (0, *keys(0, 1), "deleted"),
+        (0, *keys(1, 1), "corrupt"),
     ]
     counters = tier.counters
     assert (counters.evicted, counters.evicted_dirty, counters.deleted, counters.corrupt) == (2, 2, 1, 1)
