@@ -92,7 +92,8 @@ class DaemonProcess:
     def start(self) -> None:
         """Start, or start again after `kill`; returns once it serves."""
         command = [sys.executable, "-m", "tests.daemon_process", json.dumps(self._settings), self._lower]
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("FOREBAY_")}
+        keep = "FOREBAY_TEST_GUARD_OFF"
+        environ = {name: os.environ[name] for name in os.environ if name == keep or not name.startswith("FOREBAY_")}
         with self._log.open("a") as log:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=log, text=True
@@ -268,7 +269,9 @@ async def _serve(settings: dict[str, Any], lower: str) -> None:
     from forebay.server.settings import Settings
     from forebay.tiers.memory import MemoryTier
     from forebay.tiers.wrappers import Throttled
+    from tests.faults.guards import switch_off
 
+    switch_off()
     tiers: list[Any] = [MemoryTier("below", LOWER_BYTES)] if lower else []
     if lower == "slow":
         tiers = [Throttled(tiers[0], latency_s=0.3)]

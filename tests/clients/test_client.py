@@ -166,6 +166,18 @@ async def test_a_key_named_twice_in_a_pin_counts_once(daemon: DaemonProcess, spa
     assert (await space.explain(prompt.keys[:1]))[0]["pinned"] is False
 
 
+async def test_bytes_changed_after_their_commit_are_told_by_verify(client: Any, space: Any, prompt: Prompt) -> None:
+    await space.put(prompt.keys, prompt.tokens, prompt.payloads)
+    async with space.acquire(prompt.keys) as lease:
+        place = lease.places[4]
+        extent = client._life.memory.extents[place["extent"].item()]
+        at = place["offset"].item() + space.layout().header_bytes
+        extent.writable_memory[at] ^= 1  # a stray write of another process of this trust domain
+        assert lease.verify() == 4
+    assert await space.get_into(prompt.keys, bytearray(BLOCKS * prompt.size)) == 4
+    await space.delete(prompt.keys)
+
+
 async def test_deleted_blocks_are_gone_also_while_a_lease_still_reads_them(space: Any, prompt: Prompt) -> None:
     await space.put(prompt.keys, prompt.tokens, prompt.payloads)
     async with space.acquire(prompt.keys) as lease:

@@ -20,6 +20,7 @@ from forebay.clients import Client
 from forebay.kvstore import wire
 from forebay.kvstore.errors import ForebayError
 from tests.daemon_process import ROOT, WAIT_S, RawSession, facts_of, payload_of, tokens_of
+from tests.faults.guards import switch_off
 
 BLOCKS = 20
 FACTS = facts_of(salt=b"engine")
@@ -218,6 +219,7 @@ class Engine:
 
 
 def main(socket: Path, state: str) -> None:
+    switch_off()
     engine = Engine(socket)
     getattr(engine, state)()
     print("there", flush=True)
