@@ -43,7 +43,10 @@ from forebay.kvstore.wire import SlotStatus
 
 T = TypeVar("T")
 _TOUCH_BYTES: Final = 8 << 20  # of payload in one allocate: the daemon makes room for the next while this one is copied
-_CHUNK_OBJECTS: Final = 128
+# Objects in one allocate: so many the daemon answers at once, without giving others a turn, and in order.
+_CHUNK_OBJECTS: Final = 64
+# Statuses of an allocate -> bytes of its commit: what was writable is written.
+_WRITTEN: Final = bytes(status == SlotStatus.WRITABLE for status in range(256))
 _RETRY_CONNECT_S: Final = 0.05
 _MAX_RETRY_CONNECT_S: Final = 1.0
 
@@ -588,15 +591,9 @@ class Run:
         positions: npt.NDArray[np.int64],
         checksums: Sequence[Sequence[int]],
     ) -> None:
-        if not len(positions):
-            return
-        headers = self.headers(positions, checksums)
-        size = self.layout.header_bytes
-        offsets = places["offset"][positions].tolist()
-        extents = memory.extents
-        numbers = places["extent"][positions].tolist()
-        for header, number, at in zip(headers, numbers, offsets, strict=True):
-            extents[number].writable_memory[at : at + size] = header.data
+        if len(positions):
+            headers = self.headers(positions, checksums)
+            memory.scatter(places[positions], headers.view(np.uint64))
 
 
 class NamespaceCore:
@@ -843,12 +840,12 @@ class NamespaceCore:
                     continue
                 unfinished[reply.allocation] = reply
                 places = yield from self._prepare_places(life, reply, deadline_s)
-                writable = [i for i, status in enumerate(reply.statuses) if status == SlotStatus.WRITABLE]
+                written = reply.statuses.translate(_WRITTEN)
+                writable = np.flatnonzero(np.frombuffer(written, np.uint8)).tolist()
                 if life.memory.read_only:
                     yield from self._write_by_socket(life, reply, chunk, writable, payloads, start, deadline_s)
                 else:
                     _write_in_place(life.memory, chunk, places, writable, payloads, start)
-                written = bytes(status == SlotStatus.WRITABLE for status in reply.statuses)
                 commits.append(life.transport.start(wire.Commit(reply.allocation, written), deadline_s))
                 del unfinished[reply.allocation]
             stored = 0
@@ -944,11 +941,13 @@ def _write_in_place(
     checksums: list[list[int]] = []
     for i in writable:
         payload = payloads[start + i]
-        source = memoryview(payload).cast("B")
-        memmove(
-            extents[numbers[i]].write_address + offsets[i] + header, np.frombuffer(source, np.uint8).ctypes.data, size
-        )
-        checksums.append([digest(source)] if len(ranges) == 1 else [digest(source[a:b]) for a, b in ranges])
+        source = payload if isinstance(payload, bytes) else address_of(payload)
+        memmove(extents[numbers[i]].write_address + offsets[i] + header, source, size)
+        if len(ranges) == 1:
+            checksums.append([digest(payload)])
+        else:
+            view = memoryview(payload).cast("B")
+            checksums.append([digest(view[a:b]) for a, b in ranges])
     chunk.write_headers(memory, places, np.array(writable, np.int64), checksums)
 
 

@@ -307,19 +307,48 @@ class Index:
             if left == 0:
                 self._lost_last_child(parent)
 
-    def erase(self, rows: RowArray) -> None:
-        """VISIBLE rows without children, each unlinked already, lose key and place at once: the batch form for eviction."""
-        keys = self.key[rows].tolist()
-        for key, number in zip(keys, self.table[rows].tolist(), strict=True):
-            table = self.tables[number]
-            del table.shards[key[0]][key]
-            table.visible -= 1
+    def erase_family(self, rows: RowArray) -> bool:
+        """Erase VISIBLE rows at once, if all may go when each one's children go along (they must be among them).
+
+        The batch form of evictable, unlink and `erase_one`. False, and nothing is changed, if any may not go.
+        """
+        if (self.refs[rows] | self.pins[rows]).any() or (self.state[rows] != State.VISIBLE).any():
+            return False
+        parents = self.parent[rows]
+        parents = parents[parents >= 0]
+        np.subtract.at(self.children, parents, 1)
+        if self.children[rows].any():
+            np.add.at(self.children, parents, 1)
+            return False
+        numbers = self.table[rows]
+        first = self.tables[numbers.item(0)]
+        if (numbers == first.number).all():
+            shards = first.shards
+            for key in self.key[rows].tolist():
+                del shards[key[0]][key]
+            first.visible -= len(rows)
+        else:
+            for key, number in zip(self.key[rows].tolist(), numbers.tolist(), strict=True):
+                table = self.tables[number]
+                del table.shards[key[0]][key]
+                table.visible -= 1
+        self.parent[rows] = ABSENT
         self.state[rows] = State.FREE
         self._free[self._free_top : self._free_top + len(rows)] = rows
         self._free_top += len(rows)
+        for parent in dict.fromkeys(parents[self.children[parents] == 0].tolist()):
+            self._lost_last_child(parent)  # not those that went along: they are FREE
+        return True
+
+    def line_above(self, row: int, count: int) -> RowArray:
+        """The row and up to `count` - 1 parked ones above it, each the only child of the next, as far as rows lie in line."""
+        rows = np.arange(row, max(-1, row - count), -1)
+        above = rows[1:]
+        in_line = (self.parent[rows[:-1]] == above) & (self.parked[above] == 1) & (self.children[above] == 1)
+        return rows if in_line.all() else rows[: int(in_line.argmin()) + 1]
 
     def erase_one(self, row: int) -> None:
-        """`erase` for one row, without the cost of arrays."""
+        """A VISIBLE row without children, unlinked already, loses its key and goes."""
         table = self.tables[self.table.item(row)]
         key = bytes(self.key[row])
         del table.shards[key[0]][key]

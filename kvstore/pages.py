@@ -22,10 +22,10 @@ _libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 
 def address_of(buffer: Buffer) -> int:
     """Address of a buffer's first byte. The caller keeps the buffer alive and in place while it uses it."""
-    view = memoryview(buffer)
-    if view.readonly:
-        return int(np.frombuffer(view, np.uint8).ctypes.data)  # ctypes asks for a writable buffer
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))  # [M] 0.5 us, the other way 3.7
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # [M] 0.3 us
+    except TypeError:  # read-only; [M] 2 us
+        return int(np.frombuffer(buffer, np.uint8).ctypes.data)
 
 
 def populate(address: int, size_bytes: int) -> None:

@@ -43,6 +43,9 @@ class EvictionPolicy(Protocol):
     def pop(self) -> int:
         """The row that should go next, or -1. The caller removes it, or parks it when it can't go now."""
 
+    def take(self, count: int) -> Rows:
+        """Up to `count` rows that should go next, in order; none only if there is none. As with `pop`, each is the caller's."""
+
     def park(self, row: int) -> None:
         """A popped row can't go (leased, pinned, or has a child here): keep its rank until `unpark` or `touch`."""
 
@@ -51,6 +54,9 @@ class EvictionPolicy(Protocol):
 
     def forget(self, row: int) -> None:
         """A row left the class; its number may be used again."""
+
+    def forget_all(self, rows: Rows) -> None:
+        """`forget` for distinct rows."""
 
     def oldest_stamp(self) -> int:
         """Stamp of the next victim on the shared clock, or the clock's now when there is none."""
@@ -137,9 +143,12 @@ class LeafFirstLru:
         return rows[alive], stamps[alive]
 
     def _refill(self) -> bool:
-        if self._head >= len(self._segments) and self._pending:
-            self._flush()
-        while self._head < len(self._segments):
+        while True:
+            if self._head >= len(self._segments):
+                if not self._pending:
+                    self._trim()
+                    return False
+                self._flush()
             segment = self._segments[self._head]
             self._segments[self._head] = None
             self._head += 1
@@ -152,8 +161,6 @@ class LeafFirstLru:
                 self._front_stamps = stamps[::-1].tolist()
                 self._trim()
                 return True
-        self._trim()
-        return False
 
     def _trim(self) -> None:
         if self._head > 64 and self._head * 2 > len(self._segments):
@@ -183,6 +190,17 @@ class LeafFirstLru:
         self._front_stamps.pop()
         return self._front.pop()
 
+    def take(self, count: int) -> Rows:
+        self._settle()
+        if self._ready or not self._front:
+            row = self.pop()
+            return np.array([row] if row >= 0 else [], np.int64)
+        rows: Rows = np.array(self._front[-count:], np.int64)[::-1]
+        alive = self._stamps[rows] == np.array(self._front_stamps[-count:], np.uint64)[::-1]
+        del self._front[-count:], self._front_stamps[-count:]
+        taken: Rows = rows[alive]
+        return taken
+
     def park(self, row: int) -> None:
         self._parked[row] = 1
 
@@ -195,6 +213,11 @@ class LeafFirstLru:
         self._stamps[row] = 0
         self._parked[row] = 0
         self._live -= 1
+
+    def forget_all(self, rows: Rows) -> None:
+        self._stamps[rows] = 0
+        self._parked[rows] = 0
+        self._live -= len(rows)
 
     def oldest_stamp(self) -> int:
         self._settle()

@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -79,7 +79,8 @@ class Daemon:
         self.lower: tuple[TierChannel, ...] = ()
         self._stores: dict[str, Store] = {}
         self._layouts: dict[tuple[str, bytes], tuple[ObjectLayout, ...]] = {}
-        self._gone: OrderedDict[ObjectKey, str] = OrderedDict()
+        self._gone: deque[tuple[Table, list[bytes], str]] = deque()
+        self._gone_blocks = 0
         self._connections: set[Connection] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._started_s = time.monotonic()
@@ -190,6 +191,7 @@ class Daemon:
         if self._http is not None:
             await self._http.stop()
         self._lag.stop()
+        self.registry.close()
         await self.ram.aclose()
         report = DrainReport(time.monotonic() - started_s, len(sessions), leases, allocations, copied, left)
         log.info("drained", extra={"report": str(report)})
@@ -270,11 +272,17 @@ class Daemon:
     # --- telling ----------------------------------------------------------------------------------------------------
 
     def _note_gone(self, table: Table, blocks: list[bytes], why: str) -> None:
-        gone = self._gone
-        for block in blocks[-_GONE_REMEMBERED:]:
-            gone[ObjectKey(table.namespace, block, table.group)] = why
-        while len(gone) > _GONE_REMEMBERED:
-            gone.popitem(last=False)
+        """Remember it for `explain`. Whole batches, looked through only when somebody asks: evictions come by thousands."""
+        self._gone.append((table, blocks, why))
+        self._gone_blocks += len(blocks)
+        while self._gone_blocks > _GONE_REMEMBERED:
+            self._gone_blocks -= len(self._gone.popleft()[1])
+
+    def _why_gone(self, table: Table, block: bytes) -> str:
+        for gone_from, blocks, why in reversed(self._gone):
+            if gone_from is table and block in blocks:
+                return why
+        return "never stored, or gone too long ago to remember"
 
     def explain_blocks(self, domain: RamDomain, table: Table, blocks: Sequence[bytes]) -> list[dict[str, Any]]:
         """For each block: which tiers hold it, in what state, or why it is not there. No token ids."""
@@ -296,7 +304,7 @@ class Daemon:
             elif self._is_being_written(table, block):
                 answer["why"] = "being written"
             elif not answer["tiers"]:
-                answer["why"] = self._gone.get(key, "never stored, or gone too long ago to remember")
+                answer["why"] = self._why_gone(table, block)
             answers.append(answer)
         return answers
 

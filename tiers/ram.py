@@ -195,7 +195,7 @@ class RamTier:
     def tell_gone(self, rows: RowArray, why: str) -> None:
         if self.on_gone is not None:
             numbers = self.index.table[rows]
-            for number in np.unique(numbers).tolist():
+            for number in dict.fromkeys(numbers.tolist()):
                 self.on_gone(self.index.tables[number], self.index.key[rows[numbers == number]].tolist(), why)
 
     def tell_one_gone(self, row: int, why: str) -> None:
@@ -714,7 +714,7 @@ class RamDomain:
         self.board.generations[index.board[rows]] = 0
         numbers = index.extent[rows]
         offsets = index.offset[rows].astype(np.int64)
-        for number in np.unique(numbers).tolist():
+        for number in dict.fromkeys(numbers.tolist()):
             extent = self.extents[number]
             extent.give(offsets[numbers == number] // extent.stride)
             self.reopen(extent)
@@ -727,39 +727,53 @@ class RamDomain:
 
     def evict(self, size_class: SizeClass, count: int = 1) -> int:
         """Evict the policy's next victims. Returns how many: fewer if what is left is leased, pinned or above such."""
-        index, policy, tier = self.tier.index, size_class.policy, self.tier
-        victims: list[int] = []
-        unfinished = 0
+        policy = size_class.policy
+        gone = 0
         tries = count + _MAX_PARKED_A_CALL
-        while len(victims) + unfinished < count and tries:
-            tries -= 1
-            row = policy.pop()
-            if row < 0:
+        while gone < count and tries > 0:
+            rows = policy.take(count - gone)
+            if not len(rows):
                 break
-            if not index.evictable(row):
-                if self.drop_unfinished(row):
-                    unfinished += 1
-                else:
-                    policy.park(row)
-                continue
-            policy.forget(row)
-            index.unlink(row)  # its parent may be the next victim
-            victims.append(row)
-        tier.counters.evicted += len(victims)
-        tier.cached_bytes -= size_class.stride * len(victims)
-        if len(victims) <= _FEW:
-            for row in victims:
-                tier.counters.evicted_dirty += index.clean.item(row) == 0
-                tier.tell_one_gone(row, "evicted")
-                self._free_slot(row)
-                index.erase_one(row)
-        else:
-            rows = np.array(victims, np.int64)
-            tier.counters.evicted_dirty += int(np.count_nonzero(index.clean[rows] == 0))
-            tier.tell_gone(rows, "evicted")
-            self._free_slots(rows)
-            index.erase(rows)
-        return len(victims) + unfinished
+            tries -= len(rows)
+            if len(rows) == 1 and count - gone > _FEW:
+                # A run stored in pieces: its head is older than its tail and waited, parked, for the tail to go.
+                rows = self.tier.index.line_above(rows.item(0), count - gone)
+            if len(rows) > _FEW and self._evict_family(size_class, rows):
+                gone += len(rows)
+            else:
+                gone += sum([self._evict_one(size_class, row) for row in rows.tolist()])
+        return gone
+
+    def _evict_one(self, size_class: SizeClass, row: int) -> bool:
+        """Evict a row if it may go, else park it."""
+        index, policy, tier = self.tier.index, size_class.policy, self.tier
+        if not index.evictable(row):
+            if self.drop_unfinished(row):
+                return True
+            policy.park(row)
+            return False
+        policy.forget(row)
+        index.unlink(row)
+        tier.counters.evicted += 1
+        tier.counters.evicted_dirty += index.clean.item(row) == 0
+        tier.cached_bytes -= size_class.stride
+        tier.tell_one_gone(row, "evicted")
+        self._free_slot(row)
+        index.erase_one(row)
+        return True
+
+    def _evict_family(self, size_class: SizeClass, rows: RowArray) -> bool:
+        """Evict rows at once if all may go together: the usual case, since a run's blocks lie in the order tail to head."""
+        index, tier = self.tier.index, self.tier
+        if not index.erase_family(rows):
+            return False
+        size_class.policy.forget_all(rows)
+        tier.counters.evicted += len(rows)
+        tier.counters.evicted_dirty += int(np.count_nonzero(index.clean[rows] == 0))
+        tier.cached_bytes -= size_class.stride * len(rows)
+        tier.tell_gone(rows, "evicted")
+        self._free_slots(rows)
+        return True
 
     def _take_places(self, size_class: SizeClass, count: int, *, blocking: bool) -> Places:
         """Up to `count` slots: free ones, then those of new extents, then by eviction."""

@@ -44,7 +44,7 @@ class Book:
 
     def evict(self, row: int) -> None:
         self.index.unlink(row)
-        self.index.erase(np.array([row]))
+        self.index.erase_one(row)
 
     def free(self, row: int) -> None:
         self.index.detach(row)
@@ -242,3 +242,54 @@ def test_check_finds_what_is_kept_wrongly(data: st.DataObject) -> None:
             book.table.visible += 1
     with pytest.raises(InvariantViolation):
         book.index.check()
+
+
+# --- erasing many at once ---------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_go_with_all_their_children_go_at_once(book: Book) -> None:
+    rows = book.store(1, 2, 3, 4)
+    assert book.index.erase_family(rows[1:][::-1])
+    assert book.table.find(keys(1, 2, 3, 4)).tolist() == [rows[0], ABSENT, ABSENT, ABSENT]
+    assert book.leaves == [rows[0]] and book.table.visible == 1
+    book.index.check()
+
+
+@pytest.mark.parametrize("held", ["child", "refs", "pins", "writing"])
+def test_a_family_of_which_one_may_not_go_stays_as_it_is(book: Book, held: str) -> None:
+    rows = book.store(1, 2, 3, 4)
+    family = rows[1:3] if held == "child" else rows[1:]
+    if held in ("refs", "pins"):
+        getattr(book.index, held)[rows[2]] = 1
+    if held == "writing":
+        family = np.append(family, book.write(5, parent=keys(4)[0]))
+    before = book.index.rows.copy()
+    assert not book.index.erase_family(family)
+    assert (book.index.rows == before).all() and book.leaves == []
+    book.index.check()
+
+
+def test_the_line_above_a_row_ends_where_a_row_waits_for_another_child_or_not_at_all(book: Book) -> None:
+    rows = book.store(1, 2, 3, 4, 5, 6)
+    book.store(7, parent=keys(2)[0])
+    book.index.parked[rows[:-1]] = 1
+    assert book.index.line_above(rows.item(5), 64).tolist() == rows[[5, 4, 3, 2]].tolist()  # block 2 has two children
+    assert book.index.line_above(rows.item(5), 3).tolist() == rows[[5, 4, 3]].tolist()
+    book.index.parked[rows[4]] = 0
+    assert book.index.line_above(rows.item(5), 64).tolist() == [rows[5]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_find_agrees_with_single_look_ups_wherever_rows_lie(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    book = Book(4096)
+    numbers = rng.permutation(2000).tolist()
+    while numbers:
+        run = [numbers.pop() for _ in range(min(len(numbers), int(rng.integers(1, 200))))]
+        rows = book.store(*run)
+        for row in rows[::-1].tolist()[: int(rng.integers(0, len(rows)))]:
+            book.evict(row)  # leaves holes, and numbers to be used again out of order
+    asked = [int(n) for start in rng.integers(0, 2100, 40) for n in range(start, start + int(rng.integers(1, 90)))]
+    rng.shuffle(asked[: len(asked) // 2])
+    wanted = [book.table.get(key) for key in keys(*asked)]
+    assert book.table.find(keys(*asked)).tolist() == wanted, f"seed {seed}"

@@ -186,3 +186,28 @@ def test_forgetting_all_and_starting_over_leaves_nothing_behind() -> None:
             policy.forget(row)
     sizes = policy.debug()
     assert sizes["live"] == 0 and sizes["logged"] == 0 and sizes["segments"] <= 130
+
+
+@given(
+    story=st.lists(st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=8), max_size=12),
+    parts=st.lists(st.integers(1, 7), min_size=1, max_size=ROWS),
+)
+def test_rows_taken_in_parts_come_in_the_order_of_single_ones(story: list[list[int]], parts: list[int]) -> None:
+    one, many = make(), make()
+    for rows in story:
+        touch(one, *rows)
+        touch(many, *rows)
+    parked = one.pop()
+    if parked >= 0:
+        assert many.take(1).tolist() == [parked]
+        for policy in (one, many):
+            policy.park(parked)
+            policy.unpark(parked)
+    taken: list[int] = []
+    for part in parts * ROWS:
+        rows = many.take(part).tolist()
+        assert len(rows) <= part
+        taken += rows
+        if not rows:
+            break
+    assert taken == drain(one)
