@@ -34,6 +34,7 @@ def _reply_type(request: type[Request[Any]]) -> Any:
 _DECODERS: Final[dict[type, msgspec.msgpack.Decoder[Any]]] = {
     cls: msgspec.msgpack.Decoder(_reply_type(cls)) for cls in wire.REQUESTS
 }
+_MAX_NOTICES: Final = 1024  # kept for callers that ask; the oldest go
 _LOADED: Final = msgspec.msgpack.Decoder(wire.Loaded)
 
 
@@ -92,6 +93,8 @@ class Replies:
         """
         if kind == Kind.NOTICE:
             self.loaded[request_id] = _LOADED.decode(body).blocks
+            if len(self.loaded) > _MAX_NOTICES:
+                del self.loaded[next(iter(self.loaded))]
             return None, None
         pending = self._pending.pop(request_id, None)
         if kind == Kind.ERROR:
