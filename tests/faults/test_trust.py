@@ -8,6 +8,7 @@ import mmap
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -123,11 +124,10 @@ def test_scribbling_over_its_own_domain_harms_bytes_there_and_nothing_of_the_dae
 
 
 @pytest.fixture
-def open_to_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    folder = tmp_path_factory.mktemp("shared")
-    for parent in (folder, folder.parent, folder.parent.parent):
-        parent.chmod(parent.stat().st_mode | 0o055)
-    yield from serving(folder, socket_mode="0666")
+def open_to_all() -> Iterator[DaemonProcess]:
+    with tempfile.TemporaryDirectory(prefix="forebay-test-") as folder:  # not below pytest's, which is its user's alone
+        Path(folder).chmod(0o755)
+        yield from serving(Path(folder), socket_mode="0666")
 
 
 def as_nobody(script: str, *args: str) -> str:
