@@ -296,6 +296,14 @@ class Registry:
             os.close(orphan.pidfd)
             orphan.pidfd = None
 
+    def close(self) -> None:
+        """The daemon ends, and its memory with it: watch no process any more."""
+        for orphan in self.orphans.values():
+            if orphan.pidfd is not None:
+                self._loop.remove_reader(orphan.pidfd)
+            self._close_pidfd(orphan)
+        self.orphans.clear()
+
     def orphans_of(self, pid: int, *, besides: Sequence[bytes] = ()) -> int:
         """How many orphans a process has that it doesn't settle by naming them in `besides`."""
         return sum(orphan.pid == pid and orphan.session not in besides for orphan in self.orphans.values())
