@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forebay.kvstore.errors import DaemonUnavailable
-from tests.daemon_process import DaemonProcess, eventually, payload_of, serving, tokens_of
+from tests.daemon_process import WAIT_S, DaemonProcess, eventually, payload_of, serving, tokens_of
 from tests.faults.conftest import Bystander
 from tests.faults.engine_process import BLOCKS, FACTS, EngineProcess
 
@@ -88,11 +88,12 @@ def test_two_daemons_on_one_socket_are_one_too_many_and_the_first_goes_on(
     second = DaemonProcess.__new__(DaemonProcess)
     second.socket, second._log = daemon.socket, daemon.socket.parent / "second.log"
     second._settings, second._lower = daemon._settings, ""
-    with pytest.raises(AssertionError, match="another daemon serves"):
-        second.start()
-    assert second.process.wait(10) != 0
-    assert second.process.stdout is not None
-    second.process.stdout.close()
+    try:
+        with pytest.raises(AssertionError, match="another daemon serves"):
+            second.start()
+        assert second.process.wait(WAIT_S) != 0
+    finally:
+        second.kill()
     bystander.check()
 
 
