@@ -45,6 +45,7 @@ T = TypeVar("T")
 _TOUCH_BYTES: Final = 8 << 20  # of payload in one allocate: the daemon makes room for the next while this one is copied
 # Objects in one allocate: so many the daemon answers at once, without giving others a turn, and in order.
 _CHUNK_OBJECTS: Final = 64
+_ASKED_AHEAD: Final = 3
 # Statuses of an allocate -> bytes of its commit: what was writable is written.
 _WRITTEN: Final = bytes(status == SlotStatus.WRITABLE for status in range(256))
 _RETRY_CONNECT_S: Final = 0.05
@@ -831,8 +832,8 @@ class NamespaceCore:
         unfinished: dict[int, wire.AllocateReply] = {}
         try:
             for number, (start, chunk) in enumerate(chunks):
-                # The next chunk's places are asked for before this one is copied: making room costs no waiting.
-                while len(asked) < min(number + 2, len(chunks)):
+                # The next chunks' places are asked for before this one is copied: making room costs no waiting.
+                while len(asked) < min(number + _ASKED_AHEAD, len(chunks)):
                     asked.append(_ask_places(life, handle, chunks[len(asked)][1], group, deadline_s))
                 reply: wire.AllocateReply = yield Sent(life.transport, asked[number], deadline_s)
                 statuses.append(reply.statuses)

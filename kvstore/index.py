@@ -87,8 +87,10 @@ class Table:
             rows[at:end] = list(map(dict.get, shards, keys[at:end], repeat(ABSENT)))
             at = end
             row = rows.item(at - 1) + 1
-            if at == count or row == 0:
-                look_ups = min(2 * look_ups, _MAX_LOOK_UPS)
+            if at == count:
+                break
+            if row == 0:  # after a key that isn't here the next ones are not here either, mostly
+                look_ups = _MAX_LOOK_UPS
                 continue
             same = (index.key_words[row : row + count - at] == wanted[at : at + index.max_rows - row]).all(axis=1)
             same &= index.state[row : row + len(same)] == State.VISIBLE
@@ -336,8 +338,9 @@ class Index:
         self.state[rows] = State.FREE
         self._free[self._free_top : self._free_top + len(rows)] = rows
         self._free_top += len(rows)
-        for parent in dict.fromkeys(parents[self.children[parents] == 0].tolist()):
-            self._lost_last_child(parent)  # not those that went along: they are FREE
+        outside = parents[(self.children[parents] == 0) & (self.state[parents] != State.FREE)]
+        for parent in dict.fromkeys(outside.tolist()):
+            self._lost_last_child(parent)
         return True
 
     def line_above(self, row: int, count: int) -> RowArray:

@@ -49,6 +49,9 @@ class EvictionPolicy(Protocol):
     def park(self, row: int) -> None:
         """A popped row can't go (leased, pinned, or has a child here): keep its rank until `unpark` or `touch`."""
 
+    def park_all(self, rows: Rows) -> None:
+        """`park` for distinct rows."""
+
     def unpark(self, row: int) -> None:
         """A parked row may go now; its rank is what it was."""
 
@@ -203,6 +206,9 @@ class LeafFirstLru:
 
     def park(self, row: int) -> None:
         self._parked[row] = 1
+
+    def park_all(self, rows: Rows) -> None:
+        self._parked[rows] = 1
 
     def unpark(self, row: int) -> None:
         if self._parked[row]:

@@ -26,6 +26,7 @@ from forebay.kvstore.index import ABSENT, RowArray, State, Table
 from forebay.kvstore.objects import ObjectLayout, seal
 from forebay.kvstore.store import Store, StorePolicy
 from forebay.kvstore.tier import ObjectKey, Tier
+from forebay.server.busypoll import BusyPoll
 from forebay.server.door import Connection, UnixListener
 from forebay.server.http import HttpDoor
 from forebay.server.lag import LoopLag
@@ -88,6 +89,7 @@ class Daemon:
         self.ram: RamTier
         self.registry: Registry
         self._lag: LoopLag
+        self.busy_poll: BusyPoll
         self._listener: UnixListener
         self._http: HttpDoor | None = None
 
@@ -101,6 +103,7 @@ class Daemon:
         settings = self.settings
         self.registry = Registry()
         self._lag = LoopLag()
+        self.busy_poll = BusyPoll(settings.busy_poll_us / 1e6)
         self.ram = RamTier(
             capacity_bytes=settings.ram_bytes,
             extent_bytes=settings.extent_bytes,

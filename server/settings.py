@@ -185,6 +185,9 @@ class Settings(BaseSettings):
     lease_deadline_s: Seconds = Field(
         default=60.0, gt=0, description="age at which a lease ends its session and its memory is quarantined"
     )
+    busy_poll_us: int = Field(
+        default=100, ge=0, le=10_000, description="microseconds to look for a next request before sleeping; 0 never"
+    )
     drain_s: Seconds = Field(default=10.0, description="longest wait for running work on SIGTERM")
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
         default="info", description="least severe event that is logged"

@@ -738,11 +738,22 @@ class RamDomain:
             if len(rows) == 1 and count - gone > _FEW:
                 # A run stored in pieces: its head is older than its tail and waited, parked, for the tail to go.
                 rows = self.tier.index.line_above(rows.item(0), count - gone)
-            if len(rows) > _FEW and self._evict_family(size_class, rows):
-                gone += len(rows)
-            else:
-                gone += sum([self._evict_one(size_class, row) for row in rows.tolist()])
+            if len(rows) > _FEW:
+                if self._evict_family(size_class, rows):
+                    gone += len(rows)
+                    continue
+                rows = self._park_busy(size_class, rows)
+            gone += sum([self._evict_one(size_class, row) for row in rows.tolist()])
         return gone
+
+    def _park_busy(self, size_class: SizeClass, rows: RowArray) -> RowArray:
+        """Park those rows that are held or have children, at once. Returns the others."""
+        index = self.tier.index
+        busy = (index.refs[rows] | index.pins[rows] | index.children[rows]) != 0
+        busy &= index.state[rows] == State.VISIBLE
+        size_class.policy.park_all(rows[busy])
+        free: RowArray = rows[~busy]
+        return free
 
     def _evict_one(self, size_class: SizeClass, row: int) -> bool:
         """Evict a row if it may go, else park it."""
