@@ -48,19 +48,8 @@ def references(daemon: Daemon) -> int:
     return int(index.refs[: index.high_water].sum())
 
 
-@pytest.mark.parametrize("count", [2, CHUNK])
-async def test_a_short_lease_on_a_repeated_key_gives_all_back(
-    served: tuple[Daemon, AsyncNamespace], count: int
-) -> None:
-    daemon, namespace = served
-    async with namespace.acquire(namespace.keys(TOKENS)[:1] * count) as lease:
-        assert len(lease) == count and references(daemon) > 0
-    await namespace.match(namespace.keys(TOKENS))  # answered after the release
-    assert references(daemon) == 0
-
-
-@pytest.mark.parametrize("count", [CHUNK + 1, 3 * CHUNK])
-async def test_a_long_lease_on_a_repeated_key_is_refused_and_leaves_nothing(
+@pytest.mark.parametrize("count", [2, CHUNK, CHUNK + 1, 3 * CHUNK])
+async def test_a_lease_on_a_repeated_key_is_refused_and_leaves_nothing(
     served: tuple[Daemon, AsyncNamespace], count: int
 ) -> None:
     daemon, namespace = served
