@@ -44,7 +44,7 @@ from forebay.kvstore.wire import SlotStatus
 T = TypeVar("T")
 _TOUCH_BYTES: Final = 8 << 20  # of payload in one allocate: the daemon makes room for the next while this one is copied
 # Objects in one allocate: so many the daemon answers at once, without giving others a turn, and in order.
-_CHUNK_OBJECTS: Final = 64
+_CHUNK_OBJECTS: Final = 128
 _ASKED_AHEAD: Final = 3
 # Statuses of an allocate -> bytes of its commit: what was writable is written.
 _WRITTEN: Final = bytes(status == SlotStatus.WRITABLE for status in range(256))

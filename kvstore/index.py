@@ -40,24 +40,41 @@ class State(IntEnum):
 
 
 # One row is one cache line, so that gathering any number of its fields costs one miss. The first 24 bytes are a location.
+_ROW: Final = (
+    ("location", LOCATION_DTYPE, 0),
+    ("generation", "<u8", 16),  # the location's own
+    ("stamp", "<u8", 24),
+    ("refs", "<i4", 32),
+    ("children", "<i4", 36),
+    ("parent", "<i4", 40),
+    ("table", "<i4", 44),
+    ("pins", "<i4", 48),
+    ("state", "u1", 52),
+    ("parked", "u1", 53),
+    ("clean", "u1", 54),
+    ("hits", "<u4", 56),
+)
 ROW_DTYPE: Final = np.dtype(
     {
-        "names": ["location", "generation", "stamp", "refs", "children", "parent", "table", "pins", "state", "parked", "clean", "hits"],
-        "formats": [LOCATION_DTYPE, "<u8", "<u8", "<i4", "<i4", "<i4", "<i4", "<i4", "u1", "u1", "u1", "<u4"],
-        "offsets": [0, 16, 24, 32, 36, 40, 44, 48, 52, 53, 54, 56],
+        "names": [name for name, _, _ in _ROW],
+        "formats": [form for _, form, _ in _ROW],
+        "offsets": [offset for _, _, offset in _ROW],
         "itemsize": 64,
     }
-)  # fmt: skip
+)
 
 
 class Table:
     """Rows of one namespace and group, by block key."""
 
-    __slots__ = ("_index", "group", "hidden", "namespace", "number", "object_bytes", "shards", "visible")
+    __slots__ = ("_index", "fresh_words", "group", "hidden", "namespace", "number", "object_bytes", "shards", "visible")
 
     def __init__(self, index: Index, number: int, namespace: bytes, group: int, object_bytes: int) -> None:
         self._index = index
         self.number = number
+        fresh = np.zeros(1, ROW_DTYPE)
+        fresh["table"], fresh["parent"], fresh["state"] = number, ABSENT, State.WRITING
+        self.fresh_words = fresh.view(np.uint64)  # what a row of this table begins as
         self.namespace = namespace
         self.group = group
         self.object_bytes = object_bytes
@@ -237,9 +254,7 @@ class Index:
 
         Returns the rows that serve. The caller sets their places and then their parents with `link`.
         """
-        self.rows[rows] = 0
-        self.table[rows] = table.number
-        self.parent[rows] = ABSENT
+        self._words[rows] = table.fresh_words
         self.key[rows] = np.frombuffer(b"".join(keys), "V16")
         hidden = table.hidden
         if hidden:
@@ -250,9 +265,9 @@ class Index:
                     self._give_row(rows.item(i))
                     self.ghosts -= 1
                     self.hits[ghost] = self.clean[ghost] = 0
+                    self.state[ghost] = State.WRITING
                     rows[i] = ghost
         hidden.update(zip(keys, rows.tolist(), strict=True))
-        self.state[rows] = State.WRITING
         return rows
 
     def link(self, rows: RowArray, parents: RowArray) -> None:
@@ -309,20 +324,23 @@ class Index:
             if left == 0:
                 self._lost_last_child(parent)
 
-    def erase_family(self, rows: RowArray) -> bool:
+    def erase_family(self, rows: RowArray) -> npt.NDArray[np.void] | None:
         """Erase VISIBLE rows at once, if all may go when each one's children go along (they must be among them).
 
-        The batch form of evictable, unlink and `erase_one`. False, and nothing is changed, if any may not go.
+        The batch form of evictable, unlink and `erase_one`. Returns what the rows held, [rows] of ROW_DTYPE; None, and nothing
+        is changed, if any may not go.
         """
-        if (self.refs[rows] | self.pins[rows]).any() or (self.state[rows] != State.VISIBLE).any():
-            return False
-        parents = self.parent[rows]
+        # One gather of whole lines, of which fields are views: a gather a field would cost as much each.
+        lines: npt.NDArray[np.void] = self._words.take(rows, axis=0).view(ROW_DTYPE)[:, 0]
+        if (lines["refs"] | lines["pins"]).any() or (lines["state"] != State.VISIBLE).any():
+            return None
+        parents = lines["parent"]
         parents = parents[parents >= 0]
         np.subtract.at(self.children, parents, 1)
         if self.children[rows].any():
             np.add.at(self.children, parents, 1)
-            return False
-        numbers = self.table[rows]
+            return None
+        numbers = lines["table"]
         first = self.tables[numbers.item(0)]
         if (numbers == first.number).all():
             shards = first.shards
@@ -341,7 +359,7 @@ class Index:
         outside = parents[(self.children[parents] == 0) & (self.state[parents] != State.FREE)]
         for parent in dict.fromkeys(outside.tolist()):
             self._lost_last_child(parent)
-        return True
+        return lines
 
     def line_above(self, row: int, count: int) -> RowArray:
         """The row and up to `count` - 1 parked ones above it, each the only child of the next, as far as rows lie in line."""

@@ -1,8 +1,8 @@
 """The session door's sockets: frames in, frames and file descriptors out.
 
 Covers the Unix listener and one `Connection` a peer: requests in, answers out, bounds and back-pressure. Bytes are cut into
-frames by kvstore/framing.py; what a request means is decided by the `Handler`. Always true: no request, however malformed, raises out of here; a peer that doesn't
-read costs bounded memory and then its session.
+frames by kvstore/framing.py; what a request means is decided by the `Handler`. Always true: no request, however malformed,
+raises out of here; a peer that doesn't read costs bounded memory and then its session.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ log = logging.getLogger("forebay.verbs")
 
 # Keys handled before the loop gets its turn: at most half a millisecond, where every key costs a look-up of its own.
 CHUNK: Final = 1024
-ALLOCATE_CHUNK: Final = 64  # an object that must evict another costs about 5 us
+ALLOCATE_CHUNK: Final = 128  # an object that must evict another costs about 5 us
 MAX_HANDLES: Final = 4096
 MAX_ENGINE_ID: Final = 256
 MAX_ORPHANS: Final = 64  # ended sessions of one process that still map memory: each costs a descriptor
@@ -432,7 +432,7 @@ class SessionVerbs:
         rows: RowArray,
     ) -> Answer:
         session, daemon = self.session, self._daemon
-        writable = int(np.count_nonzero(rows >= 0))
+        writable = statuses.count(wire.SlotStatus.WRITABLE)
         used = writable * namespace.tables[request.group].object_bytes
         session.uncommitted_bytes -= need - used
         if not writable:
@@ -449,8 +449,10 @@ class SessionVerbs:
             deadline_s=daemon.hold_deadline_s(),
         )
         session.allocations[allocation.number] = allocation
-        places = np.zeros(len(rows), wire.LOCATION_DTYPE)
         index = session.domain.tier.index
+        if writable == len(rows):
+            return wire.AllocateReply(allocation.number, statuses, index.locations_of(rows), self._retired())
+        places = np.zeros(len(rows), wire.LOCATION_DTYPE)
         places[rows >= 0] = index.locations[rows[rows >= 0]]
         return wire.AllocateReply(allocation.number, statuses, places.tobytes(), self._retired())
 

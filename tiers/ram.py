@@ -452,14 +452,17 @@ class RamDomain:
         above = table.get(parent)
         if above != ABSENT:
             held = np.append(held, above)
-        index.refs[held] += 1  # the run that is extended must not be evicted to make room for its extension
+        if len(held):
+            index.refs[held] += 1  # the run that is extended must not be evicted to make room for its extension
         try:
             places = self._take_places(size_class, min(len(new), index.free_rows - 1), blocking=blocking)
             room = sum(len(slots) for _, slots in places)
-            statuses[new[room:]] = SlotStatus.REFUSED
-            self.tier.counters.refused += len(new) - room
-            new = new[:room]
+            if room < len(new):
+                statuses[new[room:]] = SlotStatus.REFUSED
+                self.tier.counters.refused += len(new) - room
+                new = new[:room]
             if room:
+                ghosts = index.ghosts
                 fresh = index.begin(table, [keys[i] for i in new.tolist()], index.take_rows(room))
                 self._place(size_class, fresh, places)
                 rows[new] = granted[new] = fresh
@@ -467,15 +470,16 @@ class RamDomain:
                 above_new = np.where(new > 0, rows[new - 1], ABSENT)
                 if new[0] == 0:
                     above_new[0] = index.parent_row(table, parent)
-                adopted = fresh[index.children[fresh] != 0]  # were ghosts
+                adopted = fresh[index.children[fresh] != 0] if ghosts else fresh[:0]  # were ghosts
                 index.link(fresh, above_new)
                 index.cut_cycles(adopted)
                 if wanted != full_mask:
                     self._parts.update((row, _Parts(owned=wanted)) for row in fresh.tolist())
                 self.tier.allocated_bytes += size_class.stride * room
         finally:
-            index.refs[held] -= 1
-            self._unpark(held)
+            if len(held):
+                index.refs[held] -= 1
+                self._unpark(held)
         return Allocation(statuses.tobytes(), granted, table)
 
     def _join(
@@ -709,14 +713,15 @@ class RamDomain:
         extent.give_one(index.offset.item(row) // extent.stride)
         self.reopen(extent)
 
-    def _free_slots(self, rows: RowArray) -> None:
-        index = self.tier.index
-        self.board.generations[index.board[rows]] = 0
-        numbers = index.extent[rows]
-        offsets = index.offset[rows].astype(np.int64)
-        for number in dict.fromkeys(numbers.tolist()):
+    def _free_slots(self, places: npt.NDArray[np.void]) -> None:
+        """Give slots back, by their locations."""
+        self.board.generations[places["board"]] = 0
+        numbers = places["extent"]
+        slots = places["offset"].astype(np.int64)
+        distinct = dict.fromkeys(numbers.tolist())
+        for number in distinct:
             extent = self.extents[number]
-            extent.give(offsets[numbers == number] // extent.stride)
+            extent.give((slots if len(distinct) == 1 else slots[numbers == number]) // extent.stride)
             self.reopen(extent)
 
     def reopen(self, extent: Extent) -> None:
@@ -775,15 +780,16 @@ class RamDomain:
 
     def _evict_family(self, size_class: SizeClass, rows: RowArray) -> bool:
         """Evict rows at once if all may go together: the usual case, since a run's blocks lie in the order tail to head."""
-        index, tier = self.tier.index, self.tier
-        if not index.erase_family(rows):
+        tier = self.tier
+        lines = tier.index.erase_family(rows)
+        if lines is None:
             return False
         size_class.policy.forget_all(rows)
         tier.counters.evicted += len(rows)
-        tier.counters.evicted_dirty += int(np.count_nonzero(index.clean[rows] == 0))
+        tier.counters.evicted_dirty += len(rows) - int(np.count_nonzero(lines["clean"]))
         tier.cached_bytes -= size_class.stride * len(rows)
         tier.tell_gone(rows, "evicted")
-        self._free_slots(rows)
+        self._free_slots(lines["location"])
         return True
 
     def _take_places(self, size_class: SizeClass, count: int, *, blocking: bool) -> Places:
