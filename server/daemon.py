@@ -172,8 +172,9 @@ class Daemon:
         self._ready = False
         self._listener.stop()
         deadline_s = started_s + self.settings.drain_s
-        while time.monotonic() < deadline_s and self._busy():
-            await asyncio.sleep(0.02)  # noqa: ASYNC110  # a look now and then, instead of an event that every release tells
+        # A look now and then, instead of an event that every release would have to tell.
+        while time.monotonic() < deadline_s and self._busy():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
         sessions = list(self.registry.sessions.values())
         leases = sum(len(session.leases) for session in sessions)
         allocations = sum(len(session.allocations) for session in sessions)
