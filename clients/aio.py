@@ -91,7 +91,7 @@ class AsyncNamespace(NamespaceCore):
 
     client: AsyncClient
     match = awaitable(NamespaceCore.find)
-    get_into = awaitable(NamespaceCore.copy_out)
+    get_into = awaitable(NamespaceCore.copy_payloads)
     put = awaitable(NamespaceCore.store)
     prefetch = awaitable(NamespaceCore.start_loading)
     pin = awaitable(NamespaceCore.keep)

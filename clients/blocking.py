@@ -72,7 +72,7 @@ class Namespace(NamespaceCore):
     client: Client
     match = blocking(NamespaceCore.find)
     acquire = blocking(NamespaceCore.lease)
-    get_into = blocking(NamespaceCore.copy_out)
+    get_into = blocking(NamespaceCore.copy_payloads)
     put = blocking(NamespaceCore.store)
     prefetch = blocking(NamespaceCore.start_loading)
     pin = blocking(NamespaceCore.keep)

@@ -7,7 +7,6 @@ operation outlives the daemon life it came from; a view is readable only while i
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
@@ -22,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from forebay.clients.memory import MappedExtent, SharedMemory, distinct_extents, read_places
+from forebay.clients.copying import copy_in, copy_out, targets_of
+from forebay.clients.memory import SharedMemory, distinct_extents, read_places
 from forebay.clients.transport import Pending, Transport
 from forebay.kvstore import wire
 from forebay.kvstore.address import default_socket_path
@@ -37,7 +37,6 @@ from forebay.kvstore.errors import (
 from forebay.kvstore.identity import NamespaceFacts
 from forebay.kvstore.keys import TokenIds, block_keys, token_words
 from forebay.kvstore.objects import ObjectLayout
-from forebay.kvstore.pages import address_of
 from forebay.kvstore.tier import Buffer, WritableBuffer
 from forebay.kvstore.wire import SlotStatus
 
@@ -708,7 +707,7 @@ class NamespaceCore:
             raise
         return lease
 
-    def copy_out(
+    def copy_payloads(
         self,
         keys: Sequence[bytes],
         buffers: Sequence[WritableBuffer] | WritableBuffer,
@@ -725,19 +724,20 @@ class NamespaceCore:
         buffers are undefined.
         """
         layout = self.layout(group)
-        addresses = _addresses(buffers, len(keys), layout.payload_bytes)
+        targets = targets_of(buffers, len(keys), layout.payload_bytes)
         lease = yield from self.lease(keys, token_ids, group, wait_s=wait_s, timeout_s=timeout_s)
         with lease:
-            targets = _Targets(addresses, layout)
-            copied = targets.fill(lease, verify)
+            life = lease._life
+            if life is None:
+                return 0
+            checksums = lease.checksums() if verify else None
+            copied = copy_out(life.memory, layout, lease.places, targets, checksums)
             if copied < len(lease):
                 self.core.counters["corrupt"] += 1
-            life = lease._life
-            if copied and life is not None:
-                current = life.memory.current(lease.places[:copied])
-                if life.transport.closed or not current.all():
-                    self.core.counters["changed"] += 1
-                    return 0 if life.transport.closed else int(current.argmin())
+            current = life.memory.current(lease.places[:copied])
+            if life.transport.closed or not current.all():
+                self.core.counters["changed"] += 1
+                return 0 if life.transport.closed else int(current.argmin())
             return copied
 
     def start_loading(self, keys: Sequence[bytes], group: int = 0, *, timeout_s: float | None = None) -> Op[int]:
@@ -846,7 +846,10 @@ class NamespaceCore:
                 if life.memory.read_only:
                     yield from self._write_by_socket(life, reply, chunk, writable, payloads, start, deadline_s)
                 else:
-                    _write_in_place(life.memory, chunk, places, writable, payloads, start)
+                    positions = np.array(writable, np.int64)
+                    sources = [payloads[start + i] for i in writable]
+                    checksums = copy_in(life.memory, chunk.layout, places[positions], sources)
+                    chunk.write_headers(life.memory, places, positions, checksums)
                 commits.append(life.transport.start(wire.Commit(reply.allocation, written), deadline_s))
                 del unfinished[reply.allocation]
             stored = 0
@@ -923,78 +926,3 @@ class NamespaceCore:
 
 def _ask_places(life: Life, handle: int, run: Run, group: int, deadline_s: float) -> Pending:
     return life.transport.start(wire.Allocate(handle, group, b"".join(run.keys), run.parent or b""), deadline_s)
-
-
-def _write_in_place(
-    memory: SharedMemory,
-    chunk: Run,
-    places: npt.NDArray[np.void],
-    writable: Sequence[int],
-    payloads: Sequence[Buffer],
-    start: int,
-) -> None:
-    layout = chunk.layout
-    header, size = layout.header_bytes, layout.payload_bytes
-    ranges = layout.part_ranges
-    digest, memmove = xxhash.xxh3_64_intdigest, ctypes.memmove
-    offsets, numbers = places["offset"].tolist(), places["extent"].tolist()
-    extents: dict[int, MappedExtent] = memory.extents
-    checksums: list[list[int]] = []
-    for i in writable:
-        payload = payloads[start + i]
-        source = payload if isinstance(payload, bytes) else address_of(payload)
-        memmove(extents[numbers[i]].write_address + offsets[i] + header, source, size)
-        if len(ranges) == 1:
-            checksums.append([digest(payload)])
-        else:
-            view = memoryview(payload).cast("B")
-            checksums.append([digest(view[a:b]) for a, b in ranges])
-    chunk.write_headers(memory, places, np.array(writable, np.int64), checksums)
-
-
-def _addresses(
-    buffers: Sequence[WritableBuffer] | WritableBuffer, count: int, size: int
-) -> list[tuple[int, memoryview]]:
-    """Address and view of each block's room. Raises: ValueError: too small, or read-only."""
-    views: list[memoryview]
-    if isinstance(buffers, (bytearray, memoryview)):
-        whole = memoryview(buffers).cast("B")
-        if whole.nbytes < count * size:
-            raise ValueError(f"one buffer for {count} blocks needs {count * size} bytes, not {whole.nbytes}")
-        views = [whole[i * size : (i + 1) * size] for i in range(count)]
-    else:
-        if len(buffers) < count:
-            raise ValueError(f"{count} keys need as many buffers, not {len(buffers)}")
-        views = [memoryview(buffer).cast("B") for buffer in buffers[:count]]
-    for view in views:
-        if view.nbytes < size or view.readonly:
-            raise ValueError(f"a block needs a writable buffer of {size} bytes, not {view.nbytes}")
-    return [(address_of(view), view) for view in views]
-
-
-class _Targets:
-    """Where blocks are copied to."""
-
-    def __init__(self, addresses: list[tuple[int, memoryview]], layout: ObjectLayout) -> None:
-        self._addresses = addresses
-        self._layout = layout
-
-    def fill(self, lease: Lease, verify: bool) -> int:
-        """Copy leading blocks; stop at one whose checksum differs. Returns how many are good."""
-        life = lease._life
-        if life is None:
-            return 0
-        size, ranges = self._layout.payload_bytes, self._layout.part_ranges
-        header = self._layout.header_bytes
-        digest, memmove = xxhash.xxh3_64_intdigest, ctypes.memmove
-        expected = lease.checksums() if verify else []
-        bases = {number: extent.read_address for number, extent in list(life.memory.extents.items())}
-        numbers, offsets = lease.places["extent"].tolist(), lease.places["offset"].tolist()
-        for i, (number, at) in enumerate(zip(numbers, offsets, strict=True)):
-            address, view = self._addresses[i]
-            memmove(address, bases[number] + at + header, size)
-            if verify:
-                for (start, end), checksum in zip(ranges, expected[i], strict=True):
-                    if digest(view[start:end]) != checksum:
-                        return i
-        return len(lease)
