@@ -32,7 +32,12 @@ def default_socket_path(environ: Mapping[str, str] | None = None, *, root: Path 
     for folder in candidates:
         if folder.is_dir() and folder.stat().st_uid == uid:
             return folder / SOCKET_NAME
-    return root / "tmp" / f"forebay-{uid}" / SOCKET_NAME
+    return fallback_folder(root) / SOCKET_NAME
+
+
+def fallback_folder(root: Path = Path("/")) -> Path:
+    """Where the default socket lies when this user has no runtime folder. Others may write beside it: see `private_folder`."""
+    return root / "tmp" / f"forebay-{os.getuid()}"
 
 
 def private_folder(folder: Path) -> None:

@@ -32,7 +32,7 @@ from forebay.server.http import HttpDoor
 from forebay.server.lag import LoopLag
 from forebay.server.reports import Reports
 from forebay.server.sessions import Registry
-from forebay.server.settings import BadSettings, Settings
+from forebay.server.settings import BadSettings, Settings, format_bytes
 from forebay.server.verbs import SessionVerbs
 from forebay.tiers.ram import RamDomain, RamTier
 
@@ -104,14 +104,23 @@ class Daemon:
         self.registry = Registry()
         self._lag = LoopLag()
         self.busy_poll = BusyPoll(settings.busy_poll_us / 1e6)
-        self.ram = RamTier(
-            capacity_bytes=settings.ram_bytes,
-            extent_bytes=settings.extent_bytes,
-            reserve_bytes=settings.memory_reserve_bytes,
-            on_gone=self._note_gone,
-        )
+        try:
+            self.ram = RamTier(
+                capacity_bytes=settings.ram_bytes,
+                extent_bytes=settings.extent_bytes,
+                reserve_bytes=settings.memory_reserve_bytes,
+                on_gone=self._note_gone,
+            )
+        except MemoryError as exc:
+            size = format_bytes(settings.ram_bytes)
+            raise BadSettings(
+                [f"ram_bytes = {size}: not even its index fits into this machine's memory: lower it"]
+            ) from exc
         self._listener = UnixListener(settings.socket, mode=settings.socket_mode, accepted=self._accepted)
-        self._listener.start()
+        try:
+            self._listener.start()
+        except ValueError as exc:
+            raise BadSettings([f"socket: {exc}"]) from exc
         try:
             self.lower = tuple(TierChannel(tier) for tier in (*self._given_lower, *_named_tiers(settings)))
             if settings.http_port >= 0:
@@ -388,7 +397,7 @@ class Daemon:
 def _named_tiers(settings: Settings) -> list[Tier]:
     """Tiers below RAM that the settings name, made by their `forebay.tiers` entry points.
 
-    Raises: BadSettings: no such tier is installed.
+    Raises: BadSettings: no such tier is installed, or it can't be loaded or refuses its options.
     """
     known = {point.name: point for point in entry_points(group="forebay.tiers")}
     missing = [name for name in settings.tiers if name not in known]
@@ -401,6 +410,8 @@ def _named_tiers(settings: Settings) -> list[Tier]:
     for name in settings.tiers:
         try:
             tier = known[name].load()(**settings.tier_options.get(name, {}))
+        except (ImportError, AttributeError) as exc:
+            raise BadSettings([f"tiers: {name} is installed and can't be loaded: {exc}"]) from exc
         except (TypeError, ValueError) as exc:
             raise BadSettings([f"tier_options.{name}: {exc}"]) from exc
         if not isinstance(tier, Tier):

@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import socket
+import stat
 import struct
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from forebay.kvstore import errors
-from forebay.kvstore.address import private_folder
+from forebay.kvstore.address import fallback_folder, private_folder
 from forebay.kvstore.errors import ForebayError, MalformedFrame, ProtocolError
 from forebay.kvstore.framing import FrameSocket
 from forebay.kvstore.wire import (
@@ -180,10 +181,12 @@ class UnixListener:
     def start(self) -> None:
         """Bind and listen.
 
-        Raises: DaemonAlreadyRunning; OSError when the folder can't be used.
+        Raises: DaemonAlreadyRunning; OSError when the folder can't be used; ValueError when somebody else could have put
+        the folder there, or what lies at the path is no socket.
         """
-        if not self.path.parent.exists():
-            private_folder(self.path.parent)
+        folder = self.path.parent
+        if folder == fallback_folder() or not folder.exists():
+            private_folder(folder)
         lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -195,7 +198,7 @@ class UnixListener:
         self._lock = lock
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            self.path.unlink(missing_ok=True)  # left by a killed daemon: we hold the lock
+            self._remove_dead_socket()
             previous = os.umask(0o777)  # nobody connects between bind and chmod
             try:
                 sock.bind(str(self.path))
@@ -209,6 +212,16 @@ class UnixListener:
             raise
         self._sock = sock
         self._loop.add_reader(sock.fileno(), self._accept)
+
+    def _remove_dead_socket(self) -> None:
+        """Take away what a killed daemon left: we hold the lock. Anything but a socket is someone's file, and stays."""
+        try:
+            mode = self.path.lstat().st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(mode):
+            raise ValueError(f"{self.path} is there and is no socket: move it away, or name another path with --socket")
+        self.path.unlink(missing_ok=True)
 
     def _accept(self) -> None:
         assert self._sock is not None

@@ -148,6 +148,21 @@ def test_a_socket_in_a_missing_folder_is_a_failure_that_names_it(tmp_path: Path)
         assert served.lines[-1]["event"] == f"forebay: {missing}: No such file or directory"
 
 
+def test_a_file_at_the_socket_path_is_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("precious")
+    with serving(tmp_path, "--socket", str(path)) as served:
+        assert served.exit_code() == cli.EXIT_USAGE
+        assert "is no socket" in served.lines[-1]["event"]
+    assert path.read_text() == "precious"
+
+
+def test_more_ram_than_a_machine_can_index_is_wrong_settings(tmp_path: Path) -> None:
+    with serving(tmp_path, "--ram-bytes", "8192TiB") as served:
+        assert served.exit_code() == cli.EXIT_USAGE
+        assert served.lines[-1]["event"].startswith("forebay: ram_bytes = 8192TiB")
+
+
 def test_an_unknown_tier_is_wrong_settings(tmp_path: Path) -> None:
     with serving(tmp_path, "--tiers", "floppy") as served:
         assert served.exit_code() == cli.EXIT_USAGE

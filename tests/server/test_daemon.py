@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,28 @@ async def test_a_start_that_fails_leaves_the_socket_to_whoever_has_it(tmp_path: 
             await client.stats()
     finally:
         await first.drain()
+
+
+async def test_a_planted_folder_for_the_default_socket_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forebay.server.door.fallback_folder", lambda: tmp_path)
+    os.chmod(tmp_path, 0o777)  # whoever made it so could put a socket of their own there
+    with pytest.raises(BadSettings, match="others may write"):
+        await Daemon(settings_of(tmp_path)).start()
+    os.chmod(tmp_path, 0o700)
+    daemon = Daemon(settings_of(tmp_path))
+    await daemon.start()
+    await daemon.drain()
+
+
+async def test_a_tier_whose_package_cannot_be_loaded_is_wrong_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = EntryPoint(name="floppy", value="no_such_package:Tier", group="forebay.tiers")
+    monkeypatch.setattr("forebay.server.daemon.entry_points", lambda group: [broken])
+    with pytest.raises(BadSettings, match=r"floppy is installed and can't be loaded.*no_such_package"):
+        await Daemon(settings_of(tmp_path, tiers="floppy")).start()
 
 
 async def test_a_tier_that_is_not_installed_is_wrong_settings_and_frees_the_socket(tmp_path: Path) -> None:
