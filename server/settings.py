@@ -32,6 +32,7 @@ from pydantic_settings import (
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
 )
 
 from forebay.kvstore.address import default_socket_path
@@ -101,9 +102,11 @@ def format_bytes(count: int) -> str:
 def _octal(value: object) -> object:
     if isinstance(value, str):
         try:
-            return int(value, 8)  # int() takes the 0o of TOML habits too
+            value = int(value, 8)  # int() takes the 0o of TOML habits too
         except ValueError:
             raise ValueError("is not a file mode: write octal digits such as 0600") from None
+    if isinstance(value, int) and not 0 <= value <= 0o777:  # a TOML file's 660 without quotes is decimal
+        raise ValueError('is not a file mode: write octal digits such as 0600, in a TOML file as text: "0600"')
     return value
 
 
@@ -226,8 +229,10 @@ class Settings(BaseSettings):
             # A default computed from a bad value is no news beside that value.
             errors = [error for error in exc.errors() if error["type"] != "default_factory_not_called"]
             raise BadSettings([_explain(error, origins) for error in errors]) from exc
-        except ValueError as exc:  # pydantic-settings: a variable that should hold JSON and doesn't
-            raise BadSettings([f"{exc}: write JSON, or put it into the TOML file"]) from exc
+        except SettingsError as exc:  # a variable that should hold JSON and doesn't
+            name = re.search(r'field "(\w+)"', str(exc))
+            where = _variable(name[1]) if name else str(exc)
+            raise BadSettings([f"{where} is not JSON: write JSON, or put it into the TOML file"]) from exc
         settings._origins.update(origins)
         return settings
 
@@ -339,7 +344,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:
-        raise BadSettings([f"{path}: cannot be read ({exc.strerror}): check the path given to --config"]) from exc
+        raise BadSettings(
+            [f"{path}: cannot be read ({exc.strerror}): check the path in --config or {CONFIG_VARIABLE}"]
+        ) from exc
     except ValueError as exc:  # tomllib.TOMLDecodeError, UnicodeDecodeError
         raise BadSettings([f"{path}: is not TOML: {exc}"]) from exc
 
@@ -427,7 +434,8 @@ def _explain(error: Any, origins: Mapping[str, str]) -> str:
     origin = origins.get(path[0], "default")
     if error["type"] != "value_error":
         message = f"cannot be used: {message[0].lower()}{message[1:]}"
-    return f"{name} = {error['input']!r} ({origin}) {message}"
+    given = str(error["input"]) if isinstance(error["input"], Path) else error["input"]
+    return f"{name} = {given!r} ({origin}) {message}"
 
 
 def _kind(name: str) -> object:

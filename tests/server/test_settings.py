@@ -138,8 +138,9 @@ def test_variables_that_other_parts_read_are_not_settings_and_no_errors(monkeypa
         ({"extent_bytes": "3MiB"}, "write 4MiB"),
         ({"extent_bytes": 4096}, "write 1MiB"),
         ({"socket_mode": "rw"}, "write octal digits"),
-        ({"socket_mode": "7777"}, "less than or equal to 511"),
-        ({"socket": "/" + "x" * 120}, "Linux allows 107"),
+        ({"socket_mode": "7777"}, "write octal digits"),
+        ({"socket_mode": 660}, 'as text: "0600"'),
+        ({"socket": Path("/" + "x" * 120)}, "x' (--socket) is 121 bytes long and Linux allows 107"),
         ({"http_host": "0.0.0.0"}, "not a loopback address"),
         ({"http_host": "example.org"}, "not a loopback address"),
         ({"http_port": 70000}, "less than or equal to 65535"),
@@ -168,7 +169,7 @@ def test_a_file_that_cannot_be_read_or_parsed_is_named(tmp_path: Path) -> None:
 
 def test_a_variable_that_should_hold_json_and_does_not_is_a_settings_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREBAY_DOMAINS", "{")
-    assert "write JSON" in problems()[0]
+    assert problems() == ["FOREBAY_DOMAINS is not JSON: write JSON, or put it into the TOML file"]
 
 
 def test_the_config_file_is_the_named_one_then_the_users_then_the_machines(tmp_path: Path) -> None:
