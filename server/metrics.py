@@ -104,7 +104,7 @@ def _leaves(
 def _add(families: dict[str, Metric], path: tuple[str, ...], labels: Mapping[str, str], value: Any) -> None:
     words = path[:-1] if path[-1] == "total" else path  # the total of parts, such as bytes.total, counts nothing up
     name = re.sub(r"[^a-zA-Z0-9_]", "_", "_".join((PREFIX, *words)))
-    name = re.sub(r"_s$", "_seconds", re.sub(r"_s_total$", "_seconds_total", name))
+    name = re.sub(r"_s(_total)?$", r"_seconds\1", re.sub(r"_per_s$", "_per_second", name))
     kind = "histogram" if is_histogram(value) else "counter" if name.endswith("_total") else "gauge"
     if isinstance(value, str):  # a state or a version: worth seeing, but only a number can be a sample
         name, labels, kind, value = f"{name}_info", {**labels, "value": value[:MAX_LABEL]}, "gauge", 1

@@ -45,6 +45,14 @@ def test_the_total_of_parts_is_a_gauge_under_the_name_of_the_whole() -> None:
     assert "# TYPE forebay_tier_bytes gauge" in Metrics(daemon).exposition().decode()
 
 
+def test_a_rate_is_told_a_second() -> None:
+    daemon = FakeDaemon()
+    daemon.numbers = {"tiers": {"ssd": {"bandwidth_bytes_per_s": 7.0, "busy_s_total": 2.0}}}
+    samples = scrape(daemon)
+    assert samples["forebay_tier_bandwidth_bytes_per_second"] == {(("tier", "ssd"),): 7}
+    assert samples["forebay_tier_busy_seconds_total"] == {(("tier", "ssd"),): 2}
+
+
 def test_a_histogram_is_cumulative_and_ends_in_infinity() -> None:
     samples = scrape(FakeDaemon())
     assert samples["forebay_loop_lag_seconds_bucket"] == {
