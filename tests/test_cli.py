@@ -115,6 +115,8 @@ def test_stats_print_everything_or_one_section(client: FakeClient) -> None:
     assert json.loads(run("stats", "tiers.ram.hits_total", "--json").stdout) == 12345
     wrong = run("stats", "tiers.ssd")
     assert wrong.exit_code == cli.EXIT_USAGE and "there is ram" in wrong.stderr
+    told = json.loads(run("stats", "tiers.ssd", "--json").stdout)["error"]
+    assert told["exit_code"] == cli.EXIT_USAGE and "there is ram" in told["message"]
 
 
 @pytest.fixture
@@ -255,7 +257,7 @@ def test_bench_passes_its_options_on_and_prints_json_or_a_table(monkeypatch: pyt
     fake_bench(monkeypatch, "local", measure)
     fake_bench(monkeypatch, "index", measure)
     assert json.loads(run("bench", "local", "--quick", "--rounds", "3", "--json").stdout)["put_ratio_1MiB"] == 0.81234
-    assert seen[-1] == {"quick": True, "rounds": 3, "size_mib": 1024}
+    assert seen[-1] == {"quick": True, "rounds": 3, "size_mib": 64}
     assert "machine.cores" in run("bench", "index", "--quick").stdout
     assert seen[-1]["quick"] is True
 

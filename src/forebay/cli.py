@@ -321,9 +321,11 @@ def _reported(as_json: bool) -> Iterator[None]:
     try:
         yield
     except (DaemonUnavailable, DaemonTimeout) as exc:
-        _fail(
-            as_json, EXIT_NO_DAEMON, f"{exc}. Is `forebay serve` running? --socket or FOREBAY_SOCKET names its socket."
-        )
+        _fail(as_json, EXIT_NO_DAEMON, f"{exc} (--socket or FOREBAY_SOCKET names its socket)")
+    except typer.BadParameter as exc:
+        if as_json:
+            _print_json({"error": {"exit_code": EXIT_USAGE, "message": exc.message}})
+        raise
     except ForebayError as exc:
         _fail(as_json, EXIT_FAILED, str(exc))
     except ValueError as exc:
