@@ -105,7 +105,8 @@ def serve(
         str | None, typer.Option(metavar="NAMES", help="Tiers below ram, fastest first, with commas.")
     ] = None,
     write_policy: Annotated[
-        str | None, typer.Option(metavar="POLICY", help="clean_ahead, write_through or write_back.")
+        str | None,
+        typer.Option(metavar="POLICY", help="When to copy to tiers below: clean_ahead, write_through, write_back."),
     ] = None,
     drain_s: Annotated[float | None, typer.Option(metavar="SECONDS", help="Longest drain on SIGTERM.")] = None,
     log_level: Annotated[str | None, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")] = None,
