@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import array
 import asyncio
+import errno
+import fcntl
 import os
 import socket
+import struct
+import termios
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -24,6 +28,7 @@ _READ_BYTES: Final = 256 << 10
 _FRAMES_A_TURN: Final = 16  # then other sockets get their turn
 _MAX_OUTBOX_BYTES: Final = 256 << 20
 MAX_DESCRIPTORS: Final = 64  # in one frame
+_LOOK_AGAIN_S: Final = 0.005  # whether a peer has read its descriptors: no event tells
 _RIGHTS_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
 
 
@@ -87,7 +92,8 @@ class FrameBuffer:
         need = _READ_BYTES // 4
         if have >= HEADER_BYTES:
             length = parse_header(self._buffer, self._start, self._max_frame_bytes)[2]
-            need = max(need, HEADER_BYTES + length - have)
+            # At most twice what has come: a header alone, sent on many sockets, must not take a frame's memory on each.
+            need = max(need, min(HEADER_BYTES + length - have, have))
         if not have:
             self._start = self._end = 0
             if len(self._buffer) > 4 * _READ_BYTES:
@@ -115,6 +121,8 @@ class FrameSocket:
         self.inbox = FrameBuffer(max_frame_bytes)
         self._outbox: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._outbox_bytes = 0
+        self._unread_descriptors = 0  # sent, and perhaps not read by the peer
+        self._holding = False  # the outbox begins with descriptors that wait until it has read others
         self._reading = False
         self._closing = False  # after the outbox has gone
         self._mute = False  # the peer takes nothing more; what it sent before still counts
@@ -187,7 +195,7 @@ class FrameSocket:
         for _ in range(_FRAMES_A_TURN):
             if not self._reading:
                 return
-            if not self.may_take_more():
+            if self._holding or not self.may_take_more():
                 self.pause()
                 return
             try:
@@ -213,8 +221,14 @@ class FrameSocket:
             sent = self._push(view, descriptors)
             if self._mute or sent == len(view):
                 return
-            self._loop.add_writer(self._sock.fileno(), self._writable)
             view, descriptors = view[sent:], () if sent else descriptors
+            self._await_room()
+        try:
+            # Copies: what waits here may be closed by its owner, and its number then names something else.
+            descriptors = [os.dup(descriptor) for descriptor in descriptors]
+        except OSError:
+            self.close()
+            return
         self._outbox.append((view, descriptors))
         self._outbox_bytes += len(view)
         if self._outbox_bytes > _MAX_OUTBOX_BYTES:
@@ -223,40 +237,85 @@ class FrameSocket:
     def _push(self, data: memoryview, descriptors: Sequence[int]) -> int:
         """How many bytes the kernel took. A peer that is gone ends the connection from the reading side."""
         try:
-            if descriptors:
-                rights = array.array("i", descriptors)
-                return self._sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-            return self._sock.send(data)
+            if not descriptors:
+                return self._sock.send(data)
+            self._holding = self._has_unread(len(descriptors))
+            if self._holding:
+                return 0
+            rights = array.array("i", descriptors)
+            sent = self._sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            self._unread_descriptors += len(descriptors)
+            return sent
         except BlockingIOError:
             return 0
         except (BrokenPipeError, ConnectionResetError):
             # A client releases what it holds and closes: its last frames are read though no answer reaches it any more.
             self._mute = True
+            self._holding = False
             self._loop.call_soon(self._watch_again)
             return 0
-        except OSError:
+        except OSError as exc:
+            if exc.errno == errno.ETOOMANYREFS:  # of all our peers together
+                self._holding = True
+                return 0
             self._mute = True
             self.close()
             return 0
 
+    def _has_unread(self, more: int) -> bool:
+        """Whether `more` descriptors beside those that the peer has not read would be too many.
+
+        The kernel counts descriptors on their way, of all our sockets together, and refuses more than RLIMIT_NOFILE: a peer
+        that reads none must not use them up for the others.
+        """
+        if self._unread_descriptors + more > MAX_DESCRIPTORS:
+            unread = fcntl.ioctl(self._sock.fileno(), termios.TIOCOUTQ, bytes(4))
+            if struct.unpack("i", unread)[0] == 0:
+                self._unread_descriptors = 0
+        return self._unread_descriptors + more > MAX_DESCRIPTORS
+
+    def _await_room(self) -> None:
+        if self._holding:
+            self._loop.remove_writer(self._sock.fileno())
+            self._loop.call_later(_LOOK_AGAIN_S, self._look_again)
+        else:
+            self._loop.add_writer(self._sock.fileno(), self._writable)
+
+    def _look_again(self) -> None:
+        if not self.closed:
+            self._writable()
+
     def _writable(self) -> None:
+        held = self._holding
         while self._outbox:
             data, descriptors = self._outbox[0]
             sent = self._push(data, descriptors)
             if self.closed:
                 return
             if self._mute:
-                self._outbox.clear()
+                self._empty_outbox()
                 break
             self._outbox_bytes -= sent
             if sent < len(data):
                 if sent:
                     self._outbox[0] = (data[sent:], ())
-                return
+                    _close_all(descriptors)
+                self._await_room()
+                break
             self._outbox.popleft()
+            _close_all(descriptors)
+        if held and not self._holding:
+            self._loop.call_soon(self.resume)
+        if self._outbox:
+            return
         self._loop.remove_writer(self._sock.fileno())
         if self._closing:
             self.close()
+
+    def _empty_outbox(self) -> None:
+        while self._outbox:
+            _close_all(self._outbox.popleft()[1])
+        self._outbox_bytes = 0
 
     def close_after_sending(self) -> None:
         """Read nothing more; close once what was sent has gone."""
@@ -273,6 +332,11 @@ class FrameSocket:
         self.pause()
         self._loop.remove_writer(self._sock.fileno())
         self._sock.close()
-        self._outbox.clear()
+        self._empty_outbox()
         self.inbox.close()
         self.connection_ended()
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import Any, Final, Generic, TypeVar
+from typing import Annotated, Any, Final, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -53,6 +53,10 @@ class SlotStatus(IntEnum):
 
 
 _R = TypeVar("_R")
+# Looked at before an array is read: one byte of a frame may stand for an object of fifty, and every item is work for the loop.
+_Names = Annotated[list[bytes], msgspec.Meta(max_length=65_536)]
+_Numbers = Annotated[list[int], msgspec.Meta(max_length=65_536)]
+_Values = Annotated[dict[str, float], msgspec.Meta(max_length=1024)]
 
 
 class Request(msgspec.Struct, Generic[_R], array_like=True, tag_field="verb"):
@@ -79,13 +83,13 @@ class Hello(Request[HelloReply], array_like=True, tag="hello"):
     token: str
     engine_id: str
     rank: int
-    previous: list[bytes] = []
+    previous: _Names = []
 
 
 class Settle(Request["Done"], array_like=True, tag="settle"):
     """Copies of these ended sessions of this process have all stopped: their memory may be used again."""
 
-    previous: list[bytes]
+    previous: _Names
 
 
 class OpenReply(msgspec.Struct, array_like=True):
@@ -116,13 +120,13 @@ class MapReply(msgspec.Struct, array_like=True):
 
 
 class MapExtents(Request[MapReply], array_like=True, tag="map"):
-    extents: list[int]
+    extents: _Numbers
 
 
 class Unmapped(Request[Done], array_like=True, tag="unmapped"):
     """The client no longer maps these retired extents."""
 
-    extents: list[int]
+    extents: _Numbers
 
 
 class MatchReply(msgspec.Struct, array_like=True):
@@ -261,7 +265,7 @@ class Report(Request[Done], array_like=True, tag="report"):
     """Numbers an engine measured (prefill and load timings, tokens reused); never text from a prompt."""
 
     kind: str
-    values: dict[str, float]
+    values: _Values
 
 
 class StatsReply(msgspec.Struct, array_like=True):
@@ -337,9 +341,17 @@ AnyRequest = (
 )
 VERBS: Final = frozenset(str(cls.__struct_config__.tag) for cls in REQUESTS)
 
+
+class _Tag(msgspec.Struct, array_like=True):
+    """The verb of any request. What follows it is skipped without making objects of it."""
+
+    verb: str
+
+
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
 _error_decoder = msgspec.msgpack.Decoder(ErrorBody)
+_tag_decoder = msgspec.msgpack.Decoder(_Tag)
 
 
 def encode_frame(kind: Kind, request_id: int, body: msgspec.Struct) -> bytes:
@@ -383,11 +395,11 @@ def decode_request(body: bytes | bytearray | memoryview) -> AnyRequest:
 def _explain_bad_request(body: bytes | bytearray | memoryview, cause: Exception) -> ProtocolError:
     """An unknown verb is worth a softer error than garbage, so that a newer client can fall back."""
     try:
-        parts = msgspec.msgpack.decode(body)
+        verb = _tag_decoder.decode(body).verb
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return MalformedFrame("body is not one msgpack value")
-    if isinstance(parts, list) and parts and isinstance(parts[0], str) and parts[0] not in VERBS:
-        return UnknownVerb(f"unknown verb {parts[0][:40]!r}; this daemon speaks protocol version {PROTOCOL_VERSION}")
+        return MalformedFrame("body is no msgpack array that begins with a verb")
+    if verb not in VERBS:
+        return UnknownVerb(f"unknown verb {verb[:40]!r}; this daemon speaks protocol version {PROTOCOL_VERSION}")
     return MalformedFrame(f"body does not match its verb: {cause}")
 
 

@@ -6,7 +6,7 @@ import itertools
 import socket
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_type_hints
 
 import hypothesis.strategies as st
 import msgspec
@@ -42,7 +42,8 @@ FIELDS: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def _requests_of(kind: type) -> st.SearchStrategy[Any]:
-    return st.builds(kind, *(FIELDS[field.type] for field in msgspec.structs.fields(kind)))
+    types = get_type_hints(kind)  # without the bounds that come with them
+    return st.builds(kind, *(FIELDS[types[field.name]] for field in msgspec.structs.fields(kind)))
 
 
 requests = st.one_of([_requests_of(kind) for kind in wire.REQUESTS])

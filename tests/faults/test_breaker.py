@@ -1,0 +1,123 @@
+"""Peers that send what no client would: the daemon stays quick, small and correct for everybody else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forebay.kvstore import wire
+from forebay.kvstore.wire import HEADER, Kind
+from tests.daemon_process import MIB, DaemonProcess, RawSession, eventually, facts_of, serving
+
+ITEMS = 8 << 20
+MANY = b"\xdd" + ITEMS.to_bytes(4, "big")  # msgpack's head of an array of so many
+SOON_S = 2.0  # where a daemon that looks at every item takes more than twice as long
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    yield from serving(tmp_path)
+
+
+def memory_mib(daemon: DaemonProcess, name: str = "VmRSS") -> int:
+    """Memory of the daemon's process; VmHWM: the most it ever had."""
+    for line in Path(f"/proc/{daemon.pid}/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) // 1024
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        MANY + b"\x90" * ITEMS,
+        b"\x92\xa8unmapped" + MANY + b"\x01" * ITEMS,
+        b"\x92\xa3map" + MANY + b"\x01" * ITEMS,
+        b"\x92\xa6settle" + MANY + b"\xc4\x00" * ITEMS,
+        b"\x93\xa6report\xa4load\xdf" + ITEMS.to_bytes(4, "big") + b"\xa1b\x01" * ITEMS,
+    ],
+    ids=["no verb", "unmapped", "map", "settle", "report"],
+)
+def test_millions_of_items_in_one_frame_cost_neither_time_nor_memory(daemon: DaemonProcess, body: bytes) -> None:
+    with RawSession(daemon.socket) as session:
+        session.hello()
+        before = memory_mib(daemon)
+        started_s = time.monotonic()
+        session.send_body(body)
+        frame = session.receive()
+        assert frame is not None
+        assert wire.decode_error(frame[2]).code == "malformed_frame"
+        assert time.monotonic() - started_s < SOON_S
+        assert session.ended()
+    assert memory_mib(daemon, "VmHWM") < before + 3 * len(body) / MIB + 32
+    daemon.at_base()
+
+
+def test_a_header_takes_no_memory_for_a_body_that_does_not_come(daemon: DaemonProcess) -> None:
+    before = memory_mib(daemon)
+    sessions = [RawSession(daemon.socket) for _ in range(16)]
+    for session in sessions:
+        session.sock.sendall(HEADER.pack(64 << 20, wire.PROTOCOL_VERSION, Kind.REQUEST, 0, 7) + b"\x92")
+    daemon.stats()
+    for session in sessions:
+        session.sock.sendall(b"\xa5")  # a second arrival: now the daemon knows how much is to come
+    daemon.stats()
+    assert memory_mib(daemon) < before + 64
+    for session in sessions:
+        session.close()
+    eventually(daemon.descriptors, lambda count: count < 40)
+    daemon.at_base()
+
+
+def store(session: RawSession, handle: int, keys: bytes) -> list[int]:
+    """Store objects whose payload does not matter. Returns the extents that they lie in."""
+    got = session.call(wire.Allocate(handle, 0, keys))
+    session.call(wire.Commit(got.allocation, bytes(status == wire.SlotStatus.WRITABLE for status in got.statuses)))
+    return sorted(set(np.frombuffer(got.locations, wire.LOCATION_DTYPE)["extent"].tolist()))
+
+
+def test_a_peer_that_reads_no_descriptors_has_few_on_their_way(daemon: DaemonProcess) -> None:
+    # The kernel bounds those of all sockets together: whoever leaves thousands unread shuts the others out.
+    keys = np.random.default_rng(1).bytes(16 * 600)
+    with RawSession(daemon.socket) as deaf, RawSession(daemon.socket) as other:
+        deaf.hello()
+        extents = store(deaf, deaf.open(facts_of()).handle, keys)
+        assert len(extents) >= 9
+        asked = 40
+        for _ in range(asked):
+            deaf.send(wire.MapExtents(extents))
+        other.hello()
+        assert other.call(wire.MapExtents(extents)).extents == extents
+        deaf.sock.setblocking(False)
+        arrived = 0
+        with pytest.raises(BlockingIOError):
+            while deaf.receive() is not None:
+                arrived += 1
+        assert 1 <= arrived <= 64 // len(extents)
+        deaf.sock.settimeout(10)
+        for _ in range(asked - arrived):  # whoever reads gets all
+            assert deaf.answer(wire.MapReply).extents == extents
+        assert len(deaf.descriptors) == 1 + asked * len(extents)
+        for session in (deaf, other):
+            session.call(wire.Unmapped(extents))
+    daemon.at_base()
+
+
+def test_a_peer_that_goes_with_descriptors_unread_is_noticed(daemon: DaemonProcess) -> None:
+    keys = np.random.default_rng(1).bytes(16 * 600)
+    with RawSession(daemon.socket) as keeper:
+        keeper.hello()
+        extents = store(keeper, keeper.open(facts_of()).handle, keys)
+        before = daemon.descriptors()
+        for _ in range(3):
+            with RawSession(daemon.socket) as deaf:
+                deaf.hello()
+                for _ in range(40):
+                    deaf.send(wire.MapExtents(extents))
+                deaf.send(wire.Unmapped(extents))
+        eventually(daemon.descriptors, lambda count: count <= before)
+        daemon.at_base(others=1)
