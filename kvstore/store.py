@@ -417,7 +417,9 @@ class Store:
         found: set[ObjectKey] = set()
         with self._deletions.under_way(keys):
             first_trouble: TierError | None = None
-            for key in keys:
+            for position, key in enumerate(keys):
+                if position % 256 == 255:
+                    await asyncio.sleep(0)  # a tier in memory never waits, and a batch may be of millions
                 self._copies.forget(key)
                 self._ledger.note(key, "deleted")
                 try:

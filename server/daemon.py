@@ -40,6 +40,7 @@ log = logging.getLogger("forebay.daemon")
 
 TENANT: Final = "default"  # the one tenant of a daemon without a credentials table
 _SWEEP_S: Final = 0.25
+_KEYS_A_TURN: Final = 256  # of a batch that needs no waiting: some 2 ms, then others get their turn
 _GONE_REMEMBERED: Final = 8192
 _MAX_PINNED_SHARE: Final = 0.5
 
@@ -272,14 +273,22 @@ class Daemon:
     async def delete(self, domain: RamDomain, keys: Sequence[ObjectKey]) -> int:
         if self.lower:
             return await self.store_of(domain).delete(keys)
-        return sum([await domain.delete(key) for key in keys])
+        found = 0
+        for start in range(0, len(keys), _KEYS_A_TURN):
+            found += sum([await domain.delete(key) for key in keys[start : start + _KEYS_A_TURN]])
+            await asyncio.sleep(0)
+        return found
 
     async def flush(self, domain: RamDomain, keys: Sequence[ObjectKey], timeout_s: float) -> tuple[int, int, int]:
         """(durable, missing, failed); without a lower tier nothing can be durable."""
         if self.lower:
             result = await self.store_of(domain).flush(keys, timeout_s=timeout_s)
             return result.durable, result.missing, result.failed
-        present = sum(domain.leading_run(key.namespace, key.group, [key.block]) for key in keys)
+        present = 0
+        for start in range(0, len(keys), _KEYS_A_TURN):
+            some = keys[start : start + _KEYS_A_TURN]
+            present += sum(domain.leading_run(key.namespace, key.group, [key.block]) for key in some)
+            await asyncio.sleep(0)
         return 0, len(keys) - present, present
 
     # --- telling ----------------------------------------------------------------------------------------------------

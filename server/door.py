@@ -8,6 +8,7 @@ raises out of here; a peer that doesn't read costs bounded memory and then its s
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import logging
 import os
@@ -73,17 +74,21 @@ class Connection(FrameSocket):
         self.peer = Peer(pid, uid, gid)
 
     def open_pidfd(self) -> int | None:
-        """A pidfd of the peer's process, or None where the kernel can't name it (another pid namespace)."""
+        """A pidfd of the peer's process, or None where the kernel can't name it (another pid namespace).
+
+        Raises: OverLimit: no descriptor is left. A session without one would keep its memory after its process's end.
+        """
         try:
             raw = self._sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
             pidfd: int = struct.unpack("i", raw)[0]
             os.set_inheritable(pidfd, False)
             return pidfd
-        except OSError:
-            pass  # an older kernel
+        except OSError as exc:
+            _check_descriptors(exc)  # else an older kernel
         try:
             return os.pidfd_open(self.peer.pid) if self.peer.pid > 0 else None
-        except OSError:
+        except OSError as exc:
+            _check_descriptors(exc)
             return None
 
     def start(self, handler: Handler) -> None:
@@ -151,6 +156,12 @@ class Connection(FrameSocket):
             task.cancel()
         if self._handler is not None:
             self._handler.closed()
+
+
+def _check_descriptors(exc: OSError) -> None:
+    """Raises: OverLimit if the error is that there are none left."""
+    if exc.errno in (errno.EMFILE, errno.ENFILE):
+        raise errors.OverLimit("the daemon has no descriptor left: close some sessions, or raise its limit") from exc
 
 
 def as_protocol_error(exc: Exception) -> ProtocolError:

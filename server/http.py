@@ -7,6 +7,7 @@ also an error, is JSON of the form its route names, and a failing handler fails 
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 ID_BYTES = 16  # of a namespace id and of a block key
 MAX_EXPLAIN_KEYS = 1024
+MAX_CONNECTIONS = 64  # at a time
 MAX_LINE_BYTES = (
     64 * 1024
 )  # holds MAX_EXPLAIN_KEYS keys; aiohttp's 8190 would refuse them before a handler could say why
@@ -46,6 +48,7 @@ class HttpDoor:
         self._metrics = metrics.Metrics(daemon)
         self._host, self._port = host, port
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
         """Bind and serve. Raises: OSError, that says what to do, when the address cannot be had."""
@@ -69,17 +72,21 @@ class HttpDoor:
         )
         await runner.setup()
         try:
-            site = web.TCPSite(runner, self._host, self._port)
-            await site.start()
+            self._server = await asyncio.get_running_loop().create_server(
+                functools.partial(_protocol, runner), self._host, self._port, backlog=MAX_CONNECTIONS
+            )
         except OSError as exc:
             await runner.cleanup()
             advice = "choose another with --http-port, 0 for any free one, or off"
             raise OSError(exc.errno, f"the HTTP door cannot listen on {self.url}: {advice}") from exc
         self._runner = runner
-        self._port = runner.addresses[0][1]  # the one the system chose, when asked for 0
+        self._port = self._server.sockets[0].getsockname()[1]  # the one the system chose, when asked for 0
 
     async def stop(self) -> None:
         """Stop listening and end open connections. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
         if self._runner is not None:
             runner, self._runner = self._runner, None
             await runner.cleanup()
@@ -118,6 +125,16 @@ class HttpDoor:
         async with asyncio.timeout(EXPLAIN_TIMEOUT_S):
             found = await self._daemon.explain(namespace, keys)
         return _json({"namespace": namespace, "objects": found})
+
+
+def _protocol(runner: web.AppRunner) -> asyncio.Protocol:
+    """For a new connection. Anyone on the machine may come, and each takes a descriptor that engines need: the oldest goes."""
+    server = runner.server
+    assert server is not None
+    connected = [each for each in server.connections if each.transport is not None]
+    if len(connected) >= MAX_CONNECTIONS:
+        connected[0].force_close()
+    return server()
 
 
 def _hex_id(name: str, text: str) -> str:

@@ -306,7 +306,8 @@ class Registry:
 
     def orphans_of(self, pid: int, *, besides: Sequence[bytes] = ()) -> int:
         """How many orphans a process has that it doesn't settle by naming them in `besides`."""
-        return sum(orphan.pid == pid and orphan.session not in besides for orphan in self.orphans.values())
+        named = frozenset(besides)
+        return sum(orphan.pid == pid and orphan.session not in named for orphan in self.orphans.values())
 
     def quarantined_bytes(self, pid: int | None = None) -> int:
         """Bytes that orphans (of one process, if given) keep out of use."""

@@ -10,6 +10,7 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import signal
 
 from forebay.server import logs
@@ -27,6 +28,7 @@ def run(settings: Settings) -> DrainReport:
     import uvloop
 
     logs.set_up(settings.log_level, settings.log_format)
+    allow_descriptors()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve(settings))
 
@@ -42,6 +44,15 @@ async def serve(settings: Settings) -> DrainReport:
     spare_the_collector()
     await stop.wait()
     return await daemon.drain()
+
+
+def allow_descriptors() -> None:
+    """Raise the soft limit on descriptors to the hard one: extents, sessions and their processes take some each.
+
+    The usual soft limit of 1,024 is for programs that use select(); 64 GiB of extents pass it.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def spare_the_collector() -> None:

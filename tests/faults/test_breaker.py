@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,3 +124,35 @@ def test_a_peer_that_goes_with_descriptors_unread_is_noticed(daemon: DaemonProce
                 deaf.send(wire.Unmapped(extents))
         eventually(daemon.descriptors, lambda count: count <= before)
         daemon.at_base(others=1)
+
+
+def test_the_http_door_takes_no_descriptors_from_the_session_door(tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path, http_port=0) as daemon, contextlib.ExitStack() as held:
+        before = daemon.descriptors()
+        port = int(daemon.stats()["http_url"].rsplit(":", 1)[1])
+        for _ in range(300):
+            idle = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+        assert daemon.descriptors() < before + 80
+        idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert idle.recv(100).startswith(b"HTTP/1.1 200")
+        held.close()
+        eventually(daemon.descriptors, lambda count: count <= before + 2)
+
+
+@pytest.mark.parametrize("make", [wire.Delete, lambda *at: wire.Flush(*at, 1000)], ids=["delete", "flush"])
+def test_a_batch_of_very_many_keys_gives_others_their_turn(daemon: DaemonProcess, make: Any) -> None:
+    with RawSession(daemon.socket) as many, RawSession(daemon.socket) as other:
+        many.hello()
+        other.hello()
+        handle = many.open(facts_of()).handle
+        started_s = time.monotonic()
+        many.send(make(handle, 0, np.random.default_rng(1).bytes(16 << 17)))
+        turns_s = [0.0]
+        many.sock.setblocking(False)
+        while turns_s[-1] < 30:
+            other.call(wire.Settle([]))
+            turns_s.append(time.monotonic() - started_s)
+            with contextlib.suppress(BlockingIOError):
+                many.receive()
+                break
+        assert max(np.diff(turns_s)) < 0.5 * turns_s[-1], "others waited for most of it"
