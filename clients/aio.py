@@ -8,8 +8,11 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from forebay.clients.core import AllocationCore, ClientCore, Connect, Lease, NamespaceCore, Op
+from forebay.clients.lease import Lease
+from forebay.clients.namespace import NamespaceCore
+from forebay.clients.session import ClientCore, Connect, Op
 from forebay.clients.transport import LoopTransport
+from forebay.clients.writing import AllocationCore
 from forebay.kvstore.identity import NamespaceFacts
 from forebay.kvstore.keys import TokenIds
 
@@ -119,7 +122,7 @@ class AsyncNamespace(NamespaceCore):
 
         async def make() -> AsyncAllocation:
             operation = self.reserve(keys, token_ids, parent, start_block, group, timeout_s=timeout_s)
-            allocation = AsyncAllocation(self, *await run(self.client, operation))
+            allocation = AsyncAllocation(self.core, *await run(self.client, operation))
             allocation.client = self.client
             return allocation
 

@@ -7,14 +7,10 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from forebay.clients.core import (
-    AllocationCore,
-    ClientCore,
-    Connect,
-    NamespaceCore,
-    Op,
-)
+from forebay.clients.namespace import NamespaceCore
+from forebay.clients.session import ClientCore, Connect, Op
 from forebay.clients.transport import BlockingTransport
+from forebay.clients.writing import AllocationCore
 from forebay.kvstore.identity import NamespaceFacts
 from forebay.kvstore.keys import TokenIds
 
@@ -94,7 +90,7 @@ class Namespace(NamespaceCore):
     ) -> Allocation:
         """Places for blocks that the caller fills in shared memory itself, with no copy by Forebay."""
         operation = self.reserve(keys, token_ids, parent, start_block, group, timeout_s=timeout_s)
-        allocation = Allocation(self, *run(self.client, operation))
+        allocation = Allocation(self.core, *run(self.client, operation))
         allocation.client = self.client
         return allocation
 

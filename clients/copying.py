@@ -1,8 +1,8 @@
 """Payloads in and out of shared memory, many blocks at once, checksummed while they are warm.
 
 Covers the two loops that everything else is measured by. Which places, whose lease and what a checksum must be is
-clients/core.py's. Always true: a large copy runs without the GIL; a small one keeps it, because giving it up costs more than
-the copy's time is worth to others ([M] 64 KiB: 9 us to copy, 1.7 us for address and call, 0.5 us as a slice).
+clients/namespace.py's. Always true: a large copy runs without the GIL; a small one keeps it, because giving it up costs more
+than the copy's time is worth to others ([M] 64 KiB: 9 us to copy, 1.7 us for address and call, 0.5 us as a slice).
 """
 
 from __future__ import annotations

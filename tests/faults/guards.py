@@ -37,7 +37,7 @@ def _verify_object() -> None:
 
 
 def _checksum_on_read() -> None:
-    from forebay.clients.core import Lease
+    from forebay.clients.lease import Lease
 
     put(Lease, "verify", len)
 
@@ -68,7 +68,7 @@ def _generations() -> None:
 
 
 def _epoch() -> None:
-    from forebay.clients.core import Lease
+    from forebay.clients.lease import Lease
 
     put(Lease, "valid", lambda self: self._life is not None)
 

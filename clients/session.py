@@ -1,0 +1,279 @@
+"""Sessions: connecting, introducing, reconnecting after the daemon's end, and what outlives a session.
+
+Covers the client's state and the shape of operations: generators that yield what must be waited for. clients/blocking.py runs
+them on a blocking transport, clients/aio.py on the event loop; neither repeats any of this. Always true: nothing found by an
+operation outlives the daemon life it came from; memory of an ended life is unmapped when its last holder lets go, and only
+then is the daemon told that its copies have stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from forebay.clients.memory import SharedMemory, distinct_extents
+from forebay.clients.transport import Pending, Transport
+from forebay.kvstore import wire
+from forebay.kvstore.address import default_socket_path
+from forebay.kvstore.errors import ClientClosed, ClientError, DaemonUnavailable, UsedAfterFork
+from forebay.kvstore.identity import NamespaceFacts
+
+T = TypeVar("T")
+_RETRY_CONNECT_S: Final = 0.05
+_MAX_RETRY_CONNECT_S: Final = 1.0
+
+
+class Sent(NamedTuple):
+    """A step that waits: for the reply of a request that was sent."""
+
+    transport: Transport
+    pending: Pending
+    deadline_s: float
+
+
+class Connect(NamedTuple):
+    """A step that waits: for a connection to the daemon."""
+
+    timeout_s: float
+
+
+Op: TypeAlias = Generator[Sent | Connect, Any, T]
+
+
+@dataclass(eq=False)
+class Life:
+    """One session with one daemon life. `holders`: leases, allocations and copies that may still touch its memory."""
+
+    transport: Transport
+    session: bytes
+    boot_epoch: bytes
+    domain: str
+    memory: SharedMemory
+    holders: int = 0
+    ended: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def hold(self) -> None:
+        with self.lock:
+            self.holders += 1
+
+    def drop(self) -> bool:
+        """One holder less. True when the life has ended and this was its last."""
+        with self.lock:
+            self.holders -= 1
+            return self.ended and self.holders == 0
+
+
+class ClientCore:
+    """State of a client. Subclasses connect a transport and run operations."""
+
+    def __init__(
+        self,
+        socket_path: Path | str | None = None,
+        *,
+        engine_id: str = "",
+        rank: int = 0,
+        token: str | None = None,
+        timeout_s: float = 5.0,
+    ) -> None:
+        """
+        Args:
+            socket_path: the daemon's Unix socket; default as `forebay serve` chooses it.
+            engine_id: sessions of one engine may share leases; rank: its rank in the engine.
+            timeout_s: deadline of every call that names none.
+        """
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s is {timeout_s}: a call needs some time")
+        self.path = Path(socket_path) if socket_path is not None else default_socket_path()
+        self.engine_id = engine_id
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self.counters: Counter[str] = Counter()
+        self._token = token or ""
+        self._pid = os.getpid()
+        self._life: Life | None = None
+        self._closed = False
+        self._to_settle: list[bytes] = []  # ended sessions whose copies have all stopped
+        self._state = threading.Lock()
+        self._retry_at_s = 0.0
+        self._retry_wait_s = _RETRY_CONNECT_S
+        self._last_error: ClientError | None = None
+
+    # --- sessions -------------------------------------------------------------------------------------------------
+
+    def check_usable(self) -> None:
+        if self._closed:
+            raise ClientClosed("this client was closed: open a new one")
+        if os.getpid() != self._pid:
+            raise UsedAfterFork("this client was made before fork(): open a new one in the child")
+
+    @property
+    def boot_epoch(self) -> bytes:
+        """The daemon life this client talks to; b"" while there is none."""
+        life = self._life
+        return life.boot_epoch if life is not None and not life.transport.closed else b""
+
+    @property
+    def domain(self) -> str:
+        """The trust domain that the daemon put this client in."""
+        return self._life.domain if self._life is not None else ""
+
+    def live(self, deadline_s: float) -> Op[Life]:
+        """The session, opened anew when the last one has ended.
+
+        After a failed attempt further ones fail at once for a while, so that a dead daemon costs an engine nothing.
+        """
+        self.check_usable()
+        life = self._life
+        if life is not None:
+            if not life.transport.closed:
+                return life
+            self._end(life)
+        if self._last_error is not None and time.monotonic() < self._retry_at_s:
+            raise DaemonUnavailable(f"{self._last_error} (next attempt soon)")
+        try:
+            life = yield from self._introduce(deadline_s)
+        except ClientError as exc:
+            self._last_error = exc
+            self._retry_at_s = time.monotonic() + self._retry_wait_s
+            self._retry_wait_s = min(_MAX_RETRY_CONNECT_S, 2 * self._retry_wait_s)
+            raise
+        self._last_error = None
+        self._retry_wait_s = _RETRY_CONNECT_S
+        with self._state:
+            other = self._life
+            if other is not None and not other.transport.closed:
+                spare, life = life, other  # another thread was quicker
+                spare.transport.close()
+                spare.memory.close()
+            else:
+                self._life = life
+        return life
+
+    def _introduce(self, deadline_s: float) -> Op[Life]:
+        transport: Transport = yield Connect(max(1e-3, deadline_s - time.monotonic()))
+        with self._state:
+            settled, self._to_settle = self._to_settle, []
+        try:
+            hello = wire.Hello(
+                wire.PROTOCOL_VERSION, wire.PROTOCOL_VERSION, self._token, self.engine_id, self.rank, settled
+            )
+            pending = transport.start(hello, deadline_s)
+            reply: wire.HelloReply = yield Sent(transport, pending, deadline_s)
+            if len(pending.descriptors) != 1:
+                raise DaemonUnavailable("the daemon sent no board of generations")
+            memory = SharedMemory(
+                board=pending.descriptors[0],
+                board_bytes=reply.board_bytes,
+                extent_bytes=reply.extent_bytes,
+                read_only=reply.read_only,
+            )
+        except BaseException:
+            with self._state:
+                self._to_settle.extend(settled)  # said again next time: settling twice is harmless
+            transport.close()
+            raise
+        return Life(transport, reply.session, reply.boot_epoch, reply.domain, memory)
+
+    def _end(self, life: Life) -> None:
+        """A session has ended: unmap what it mapped as soon as its last copy ends."""
+        with self._state:
+            if self._life is life:
+                self._life = None
+        with life.lock:
+            first, life.ended = not life.ended, True
+            idle = life.holders == 0
+        if first and idle:
+            self.finished(life)
+
+    def let_go(self, life: Life) -> None:
+        """One holder less; the last one of a life that has ended unmaps it, without waiting for the next call."""
+        if life.drop():
+            self.finished(life)
+        elif life.transport.closed:
+            self._end(life)
+
+    def finished(self, life: Life) -> None:
+        """Nothing touches an ended life's memory any more."""
+        life.memory.close()
+        with self._state:
+            self._to_settle.append(life.session)
+            now = self._life
+        if now is not None and not now.transport.closed:
+            try:
+                with self._state:
+                    settled, self._to_settle = self._to_settle, []
+                now.transport.start(wire.Settle(settled)).abandoned = True
+            except ClientError:
+                with self._state:
+                    self._to_settle.extend(settled)
+
+    def shut(self) -> None:
+        """Close now. What still is leased ends with the session. Idempotent."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        life = self._life
+        if life is not None:
+            with life.lock:
+                idle = life.holders == 0
+            if idle and not life.transport.closed:
+                # Unmapped and said so: the daemon need not keep anything for this process.
+                extents = list(life.memory.extents)
+                life.memory.close()
+                try:
+                    life.transport.start(wire.Unmapped(extents)).abandoned = True
+                except ClientError:
+                    pass
+            life.transport.close()
+            self._end(life)
+
+    def deadline(self, timeout_s: float | None) -> float:
+        return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+
+    def call(self, request: wire.Request[T], timeout_s: float | None = None) -> Op[T]:
+        """One request that needs no namespace."""
+        deadline_s = self.deadline(timeout_s)
+        life = yield from self.live(deadline_s)
+        reply: T = yield Sent(life.transport, life.transport.start(request, deadline_s), deadline_s)
+        return reply
+
+    def open_facts(self, facts: NamespaceFacts, deadline_s: float) -> Op[tuple[Life, wire.OpenReply]]:
+        life = yield from self.live(deadline_s)
+        reply: wire.OpenReply = yield Sent(
+            life.transport, life.transport.start(wire.Open(facts.encode()), deadline_s), deadline_s
+        )
+        return life, reply
+
+    def read_stats(self, *, timeout_s: float | None = None) -> Op[dict[str, Any]]:
+        """What the daemon has done and holds, as nested numbers."""
+        reply = yield from self.call(wire.Stats(), timeout_s)
+        return reply.stats
+
+    def map_extents(self, life: Life, places: npt.NDArray[np.void], deadline_s: float) -> Op[int]:
+        """Get the extents that places lie in. Returns for how many leading places: one may be retired meanwhile."""
+        unknown = life.memory.unknown(places)
+        while unknown:
+            pending = life.transport.start(wire.MapExtents(unknown[:64]), deadline_s)
+            reply: wire.MapReply = yield Sent(life.transport, pending, deadline_s)
+            if len(pending.descriptors) != len(reply.extents):
+                raise DaemonUnavailable("the daemon sent fewer descriptors than extents")
+            for number, descriptor in zip(reply.extents, pending.descriptors, strict=True):
+                life.memory.add(number, descriptor)
+            unknown = unknown[64:]
+        missing = [number for number in distinct_extents(places) if number not in life.memory.extents]
+        return int(np.isin(places["extent"], missing).argmax()) if missing else len(places)
+
+    def drop_retired(self, life: Life, retired: list[int]) -> None:
+        if retired:
+            dropped = life.memory.drop(retired)
+            life.transport.start(wire.Unmapped(dropped)).abandoned = True
