@@ -44,6 +44,7 @@ log = logging.getLogger("forebay.verbs")
 # Keys handled before the loop gets its turn: at most half a millisecond, where every key costs a look-up of its own.
 CHUNK: Final = 1024
 ALLOCATE_CHUNK: Final = 128  # an object that must evict another costs about 5 us
+WRITE_THROUGH_S: Final = 2.0  # a slow tier must not hold a writer for longer
 MAX_HANDLES: Final = 4096
 MAX_ENGINE_ID: Final = 256
 MAX_ORPHANS: Final = 64  # ended sessions of one process that still map memory: each costs a descriptor
@@ -266,7 +267,14 @@ class SessionVerbs:
         session.domain.lease(rows)
         return self._leased(table, rows, request.shares, [])
 
-    async def _acquire_long(
+    def _acquire_long(
+        self, request: wire.Acquire, namespace: Namespace, table: Table, keys: list[bytes]
+    ) -> Coroutine[Any, Any, Answer]:
+        # The blocks count from now on, so that requests running side by side can't pass the limit together.
+        self.session.leased_blocks += len(keys)
+        return self._acquire_by_chunks(request, namespace, table, keys)
+
+    async def _acquire_by_chunks(
         self, request: wire.Acquire, namespace: Namespace, table: Table, keys: list[bytes]
     ) -> Answer:
         domain = self.session.domain
@@ -304,6 +312,8 @@ class SessionVerbs:
             for rows in held:
                 domain.unlease(rows)
             raise
+        finally:
+            self.session.leased_blocks -= len(keys)
         return self._leased(table, rows, request.shares, loaded)
 
     def _leased(self, table: Table, rows: RowArray, shares: int, loaded: list[tuple[str, int]]) -> Answer:
@@ -494,7 +504,18 @@ class SessionVerbs:
         self.session.uncommitted_bytes -= allocation.size_bytes
         for row in allocation.rows[granted & ~written].tolist():
             self._abort_row(allocation, row)
-        return wire.Done(self._show(allocation, np.flatnonzero(written)))
+        positions = np.flatnonzero(written)
+        shown = self._show(allocation, positions)
+        if shown and self._daemon.lower and self._daemon.settings.write_policy == "write_through":
+            return self._write_through(allocation, positions, shown)
+        return wire.Done(shown)
+
+    async def _write_through(self, allocation: Allocation, positions: RowArray, shown: int) -> Answer:
+        """Answer when the objects are below RAM, or the tiers' own deadline has passed: they are visible either way."""
+        table = allocation.namespace.tables[allocation.group]
+        keys = [self._daemon.object_key(table, allocation.keys[i]) for i in positions.tolist()]
+        await self._daemon.flush(self.session.domain, keys, WRITE_THROUGH_S)
+        return wire.Done(shown)
 
     def _show(self, allocation: Allocation, positions: RowArray) -> int:
         domain = self.session.domain

@@ -16,6 +16,7 @@ from forebay.server.daemon import Daemon
 from forebay.server.door import DaemonAlreadyRunning
 from forebay.server.settings import BadSettings, Settings
 from forebay.tiers.memory import MemoryTier
+from forebay.tiers.wrappers import Throttled
 from tests.daemon_process import MIB, facts_of, payload_of, tokens_of
 
 TOKENS = tokens_of(1, 8)
@@ -45,6 +46,19 @@ async def test_a_drain_copies_down_what_only_ram_has_and_says_what_it_did(tmp_pa
         with pytest.raises(ClientError):
             await client.stats()
     assert not daemon.settings.socket.exists()
+
+
+@pytest.mark.parametrize(
+    ("policy", "below_when_answered"), [("write_through", 8), ("clean_ahead", 0), ("write_back", 0)]
+)
+async def test_only_write_through_answers_after_the_copy(tmp_path: Path, policy: str, below_when_answered: int) -> None:
+    below = MemoryTier("below", 4 * MIB)
+    daemon = Daemon(settings_of(tmp_path, write_policy=policy), lower=[Throttled(below, latency_s=0.3)])
+    await daemon.start()
+    async with AsyncClient(daemon.settings.socket) as client:
+        await put(client)
+        assert len(list(below.keys())) == below_when_answered
+    await daemon.drain()
 
 
 async def test_a_drain_without_a_tier_below_says_what_was_lost(tmp_path: Path) -> None:
