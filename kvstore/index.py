@@ -280,14 +280,20 @@ class Index:
 
         Hashed keys form no cycle, but a caller may send what it likes, and nothing in a cycle could ever be evicted.
         """
+        depths = {ABSENT: 0}  # of rows that a walk has passed: those of one run share nearly all of theirs
         for row in rows.tolist():
+            walked = [row]
             above = self.parent.item(row)
-            for _ in range(_MAX_DEPTH):
-                if above in (ABSENT, row):
-                    break
+            while above not in depths and above != row and len(walked) < _MAX_DEPTH:
+                walked.append(above)
                 above = self.parent.item(above)
-            if above != ABSENT:
+            if depths.get(above, _MAX_DEPTH) + len(walked) > _MAX_DEPTH:
                 self.unlink(row)
+                continue
+            depth = depths[above]
+            for passed in reversed(walked):
+                depth += 1
+                depths[passed] = depth
 
     def show(self, table: Table, rows: RowArray) -> None:
         """WRITING rows of one table are whole: make them visible."""

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from forebay.kvstore import wire
+from forebay.kvstore.errors import OverLimit
 from forebay.kvstore.wire import HEADER, Kind
 from tests.daemon_process import MIB, DaemonProcess, RawSession, eventually, facts_of, serving
 
 ITEMS = 8 << 20
 MANY = b"\xdd" + ITEMS.to_bytes(4, "big")  # msgpack's head of an array of so many
-SOON_S = 2.0  # where a daemon that looks at every item takes more than twice as long
+SOON_S = 4.0  # a daemon that looked at every item took 5 s and more
 
 
 @pytest.fixture
@@ -156,3 +157,25 @@ def test_a_batch_of_very_many_keys_gives_others_their_turn(daemon: DaemonProcess
                 many.receive()
                 break
         assert max(np.diff(turns_s)) < 0.5 * turns_s[-1], "others waited for most of it"
+
+
+def test_leases_asked_for_side_by_side_keep_to_the_limit_together(tmp_path: Path) -> None:
+    keys = np.random.default_rng(1).bytes(16 * 1500)
+    with (
+        DaemonProcess(tmp_path, ram_bytes=64 * MIB, max_leased_blocks_per_session=2000) as daemon,
+        RawSession(daemon.socket) as session,
+    ):
+        session.hello()
+        handle = session.open(facts_of()).handle
+        store(session, handle, keys)
+        for _ in range(8):
+            session.send(wire.Acquire(handle, 0, keys))
+        leases = []
+        for _ in range(8):
+            with contextlib.suppress(OverLimit):
+                leases.append(session.answer(wire.AcquireReply).lease)
+        assert len(leases) == 1
+        session.call(wire.Release(leases[0]))
+        again = session.call(wire.Acquire(handle, 0, keys))
+        session.call(wire.Release(again.lease))
+        daemon.at_base(others=1)
