@@ -85,6 +85,10 @@ class Loader:
         flight.task.add_done_callback(lambda _: self._flights.pop(key, None))
         return flight, True
 
+    def flight(self, key: ObjectKey) -> Flight | None:
+        """The load of an object that is under way."""
+        return self._flights.get(key)
+
     def loading(self, key: ObjectKey) -> bool:
         return key in self._flights
 

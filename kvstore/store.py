@@ -336,8 +336,11 @@ class Store:
         deadline_s = self._clock() + timeout_s
         self._ledger.count("puts")
         self._ledger.count("put_bytes", size)
+        flight = self._loader.flight(key)
+        if flight is not None:  # it has the object's place in the first tier: what it brings is the same object
+            await self._landed(flight, deadline_s)
         try:
-            await self._fast.put(key, data, parent=parent, timeout_s=timeout_s)
+            await self._fast.put(key, data, parent=parent, timeout_s=max(deadline_s - self._clock(), 0.0))
         except TierFull as full:
             await self._spill(key, data, full, deadline_s)
             return

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 
 from forebay.kvstore.breaker import BreakerPolicy
 from forebay.kvstore.channel import ChannelPolicy, TierChannel
-from forebay.kvstore.errors import TierFull
+from forebay.kvstore.errors import TierFull, TierTimeout
 from forebay.kvstore.store import Store, StorePolicy
 from forebay.kvstore.tier import ObjectKey, Tier, WritableBuffer
 from forebay.tiers.memory import MemoryTier
@@ -93,6 +93,9 @@ class StoreMachine(RuleBasedStateMachine):
             self.run(self.store.put(key, forge(key), BLOCKS[index - 1] if index else None, score=index, timeout_s=0.02))
         except TierFull:
             assert not self.could_evict(), "refused, although something could have been evicted"
+            return False
+        except TierTimeout:
+            assert self.store.explain(key)["loading"], "refused as being written, although nobody writes it"
             return False
         found = self.run(self._read(key))
         assert found == forge(key) or (found is None and self.was_evicted(key)), "an object just stored was not found"
@@ -169,7 +172,7 @@ class StoreMachine(RuleBasedStateMachine):
                     await self.store.put(key, forge(key), timeout_s=0.02)
                 case "get":
                     found = await self._read(key)
-                    assert found in (None, forge(key))
+                    assert found in (None, forge(key)), f"{key} has wrong bytes"
                 case "load":
                     await self.store.load(NAMESPACE, 0, BLOCKS[index:], SIZE, 0.01)
                 case "flush":
@@ -252,7 +255,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def pinned_objects_stay_as_they_are(self) -> None:
         if hasattr(self, "store"):
-            assert all(loan.view == forge(key) for key, loan in self.pins)
+            assert all(loan.view == forge(key) for key, loan in self.pins), "a pinned object has wrong bytes"
             assert balanced(self.first) and balanced(self.well)
 
     def teardown(self) -> None:
