@@ -41,7 +41,6 @@ class MappedExtent:
         self.words: Words = np.empty(0, np.uint64)
         self.read_address = 0
         self.writable_memory = memoryview(b"")
-        self.writable_words: Words = np.empty(0, np.uint64)
         self.write_address = 0
 
     def map_readable(self) -> None:
@@ -61,12 +60,11 @@ class MappedExtent:
             self.write_address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
             populate(self.write_address, self.size_bytes)
             self.writable_memory = memoryview(mapped)
-            self.writable_words = np.frombuffer(mapped, np.uint64)
             self._writable = mapped
 
     def close(self) -> bool:
         """Unmap. False while a view of it is held elsewhere: its memory goes with that view."""
-        self.words = self.writable_words = np.empty(0, np.uint64)
+        self.words = np.empty(0, np.uint64)
         whole = True
         for view, mapped in ((self.memory, self._readable), (self.writable_memory, self._writable)):
             try:
@@ -114,13 +112,6 @@ class SharedMemory:
                     extent.map_writable()
                 else:
                     extent.map_readable()
-
-    def scatter(self, places: npt.NDArray[np.void], words: Words) -> None:
-        """Write `words`, [places, n], over the first n words of every object."""
-        steps = np.arange(words.shape[1], dtype=np.int64)
-        first = places["offset"].astype(np.int64) >> 3
-        for extent, positions in self.by_extent(places):
-            extent.writable_words[first[positions][:, None] + steps] = words[positions]
 
     def drop(self, numbers: list[int]) -> list[int]:
         """Unmap retired extents. Returns those that are unmapped now."""

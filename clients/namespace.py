@@ -6,6 +6,7 @@ leaves no lease and no allocation behind.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
@@ -29,7 +30,9 @@ from forebay.kvstore.tier import Buffer, WritableBuffer
 from forebay.kvstore.wire import SlotStatus
 
 T = TypeVar("T")
-_TOUCH_BYTES: Final = 8 << 20  # of payload in one allocate: the daemon makes room for the next while this one is copied
+_CHUNK_BYTES: Final = 32 << 20  # of objects in one allocate
+_FIRST_CHUNK_BYTES: Final = 1 << 20
+_WRITE_BYTES: Final = 8 << 20  # in one frame, where payloads travel by the socket
 # Objects in one allocate: so many the daemon answers at once, without giving others a turn, and in order.
 _CHUNK_OBJECTS: Final = 128
 _ASKED_AHEAD: Final = 3
@@ -200,7 +203,7 @@ class NamespaceCore:
         if start_block and (parent is None or len(words) >= (len(keys) + 1) * layout.block_tokens):
             # Tokens of other blocks in a header would make every later reader doubt the block.
             raise ValueError("from start_block on, give the parent's key and the tokens of these blocks only")
-        return Run(self.id, layout, keys, parent, start_block, words[: len(keys) * layout.block_tokens])
+        return Run(self.id, layout, keys, parent, start_block, words[: len(keys) * layout.block_tokens].tobytes())
 
     def _prepare_places(self, life: Life, reply: wire.AllocateReply, deadline_s: float) -> Op[npt.NDArray[np.void]]:
         """Map the places of an allocation for writing."""
@@ -267,8 +270,7 @@ class NamespaceCore:
                 raise ValueError(f"a payload of this namespace has {run.layout.payload_bytes} bytes, not {size}")
         deadline_s = self.core.deadline(timeout_s)
         life, handle = yield from self._live(deadline_s)
-        step = max(1, min(_CHUNK_OBJECTS, _TOUCH_BYTES // max(1, run.layout.object_bytes)))
-        chunks = [(start, run.part(start, start + step)) for start in range(0, len(keys), step)]
+        chunks = [(start, run.part(start, end)) for start, end in _chunks(len(keys), run.layout.object_bytes)]
         asked: list[Pending] = []
         commits: list[Pending] = []
         statuses: list[bytes] = []
@@ -293,7 +295,7 @@ class NamespaceCore:
                     positions = np.array(writable, np.int64)
                     sources = [payloads[start + i] for i in writable]
                     checksums = copy_in(life.memory, chunk.layout, places[positions], sources)
-                    chunk.write_headers(life.memory, places, positions, checksums)
+                    chunk.write_headers(life.memory, places, writable, checksums)
                 commits.append(life.transport.start(wire.Commit(reply.allocation, written), deadline_s))
                 del unfinished[reply.allocation]
             stored = 0
@@ -323,11 +325,13 @@ class NamespaceCore:
     ) -> Op[None]:
         """For read-only domains: the daemon copies what this client may not map writable."""
         checksums = [chunk.layout.part_checksums(payloads[start + i]) for i in writable]
-        headers = chunk.headers(np.array(writable, np.int64), checksums)
-        for header, i in zip(headers, writable, strict=True):
-            data = header.tobytes() + bytes(payloads[start + i])
-            for at in range(0, len(data), _TOUCH_BYTES):
-                request = wire.Write(reply.allocation, i, at, data[at : at + _TOUCH_BYTES])
+        created_ns = time.time_ns()
+        for i, sums in zip(writable, checksums, strict=True):
+            header = bytearray(chunk.layout.header_bytes)
+            chunk.header_into(header, i, sums, created_ns)
+            data = bytes(header) + bytes(payloads[start + i])
+            for at in range(0, len(data), _WRITE_BYTES):
+                request = wire.Write(reply.allocation, i, at, data[at : at + _WRITE_BYTES])
                 yield Sent(life.transport, life.transport.start(request, deadline_s), deadline_s)
 
     # --- keeping, forgetting, telling ---------------------------------------------------------------------------------
@@ -366,6 +370,21 @@ class NamespaceCore:
         deadline_s = self.core.deadline(timeout_s)
         life = yield from self.core.live(deadline_s)
         yield Sent(life.transport, life.transport.start(wire.Report(kind, values), deadline_s), deadline_s)
+
+
+def _chunks(count: int, object_bytes: int) -> list[tuple[int, int]]:
+    """Cut `count` objects in pieces, each asked for while the one before is copied.
+
+    The first is small, so that copying starts soon; each next one is twice as large, as far as the daemon answers at once.
+    """
+    most = max(1, min(_CHUNK_OBJECTS, _CHUNK_BYTES // object_bytes))
+    size = max(1, min(most, _FIRST_CHUNK_BYTES // object_bytes))
+    chunks: list[tuple[int, int]] = []
+    start = 0
+    while start < count:
+        chunks.append((start, min(count, start + size)))
+        start, size = start + size, min(most, 2 * size)
+    return chunks
 
 
 def _flat(keys: Sequence[bytes]) -> bytes:

@@ -19,6 +19,7 @@ from forebay.clients.session import ClientCore, Life, Op, Sent
 from forebay.kvstore import wire
 from forebay.kvstore.errors import ClientError, EpochEnded
 from forebay.kvstore.objects import ObjectLayout
+from forebay.kvstore.tier import WritableBuffer
 from forebay.kvstore.wire import SlotStatus
 
 
@@ -60,7 +61,7 @@ class AllocationCore:
             if life.transport.closed:
                 raise EpochEnded("the session that gave these places has ended: nothing was stored")
             checksums = [self._run.layout.part_checksums(self._view(life, i)) for i in writing]
-            self._run.write_headers(life.memory, self._places, np.array(writing, np.int64), checksums)
+            self._run.write_headers(life.memory, self._places, writing, checksums)
             written = bytearray(len(self.slots))
             for i in writing:
                 written[i] = 1
@@ -109,44 +110,44 @@ class Run:
     keys: Sequence[bytes]
     parent: bytes | None  # key before the first; None at the root
     start_block: int
-    words: npt.NDArray[np.uint32]  # [keys * block_tokens]
+    tokens: bytes  # u32le, of all blocks
 
     def part(self, start: int, end: int) -> Run:
-        tokens = self.layout.block_tokens
+        stride = 4 * self.layout.block_tokens
         return Run(
             self.namespace,
             self.layout,
             self.keys[start:end],
             self.keys[start - 1] if start else self.parent,
             self.start_block + start,
-            self.words[start * tokens : end * tokens],
+            self.tokens[start * stride : end * stride],
         )
 
-    def headers(self, positions: npt.NDArray[np.int64], checksums: Sequence[Sequence[int]]) -> npt.NDArray[np.uint8]:
-        """Headers of the blocks at `positions`, uint8 [positions, header_bytes]."""
-        all_checksums = np.zeros((len(self.keys), len(self.layout.part_bytes)), np.uint64)
-        if len(positions):
-            all_checksums[positions] = checksums
-        out = np.empty((len(self.keys), self.layout.header_bytes), np.uint8)
-        self.layout.write_headers(
-            out,
-            keys=self.keys,
-            parent=self.parent,
+    def header_into(self, view: WritableBuffer, i: int, checksums: Sequence[int], created_ns: int) -> None:
+        """Write the header of the i-th block to the start of `view`."""
+        stride = 4 * self.layout.block_tokens
+        self.layout.write_header(
+            view,
+            key=self.keys[i],
+            parent=self.keys[i - 1] if i else self.parent,
             namespace=self.namespace,
-            position=self.start_block * self.layout.block_tokens,
-            token_ids=self.words,
-            checksums=all_checksums,
-            created_ns=time.time_ns(),
+            position=(self.start_block + i) * self.layout.block_tokens,
+            token_ids=self.tokens[i * stride : (i + 1) * stride],
+            checksums=checksums,
+            created_ns=created_ns,
         )
-        return out[positions]
 
     def write_headers(
         self,
         memory: SharedMemory,
         places: npt.NDArray[np.void],
-        positions: npt.NDArray[np.int64],
+        positions: Sequence[int],
         checksums: Sequence[Sequence[int]],
     ) -> None:
-        if len(positions):
-            headers = self.headers(positions, checksums)
-            memory.scatter(places[positions], headers.view(np.uint64))
+        """Write the headers of the blocks at `positions` to their places, [keys]."""
+        created_ns = time.time_ns()
+        size, extents = self.layout.header_bytes, memory.extents
+        numbers, offsets = places["extent"].tolist(), places["offset"].tolist()
+        for i, sums in zip(positions, checksums, strict=True):
+            at = offsets[i]
+            self.header_into(extents[numbers[i]].writable_memory[at : at + size], i, sums, created_ns)

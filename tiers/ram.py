@@ -42,7 +42,8 @@ Places: TypeAlias = list[tuple[Extent, npt.NDArray[np.int64]]]
 _PAGE: Final = 4096
 _LARGE_OBJECT: Final = 64 << 10
 _FEW: Final = 4  # rows up to which plain Python beats array calls
-_MAX_PARKED_A_CALL: Final = 1024  # rows that eviction may find busy before it gives up for this call: 1 ms of work
+_LUMP: Final = 1024  # rows looked at together when those before could not go: 0.1 ms
+_FRUITLESS_LOOKS: Final = 16  # then eviction gives up for this call: what it parked need not be looked at again
 
 np.unique(np.zeros(1, np.int64))  # its first call imports numpy.ma: 18 ms that no event loop should pay
 
@@ -733,22 +734,27 @@ class RamDomain:
     def evict(self, size_class: SizeClass, count: int = 1) -> int:
         """Evict the policy's next victims. Returns how many: fewer if what is left is leased, pinned or above such."""
         policy = size_class.policy
-        gone = 0
-        tries = count + _MAX_PARKED_A_CALL
-        while gone < count and tries > 0:
-            rows = policy.take(count - gone)
+        gone, fruitless, lump = 0, 0, count
+        while gone < count and fruitless < _FRUITLESS_LOOKS:
+            rows = policy.take(lump)
             if not len(rows):
                 break
-            tries -= len(rows)
-            if len(rows) == 1 and count - gone > _FEW:
+            need = count - gone
+            if len(rows) == 1 and need > _FEW:
                 # A run stored in pieces: its head is older than its tail and waited, parked, for the tail to go.
-                rows = self.tier.index.line_above(rows.item(0), count - gone)
+                rows = self.tier.index.line_above(rows.item(0), need)
+            if _FEW < len(rows) <= need and self._evict_family(size_class, rows):
+                gone += len(rows)
+                continue
+            before = gone
             if len(rows) > _FEW:
-                if self._evict_family(size_class, rows):
-                    gone += len(rows)
-                    continue
                 rows = self._park_busy(size_class, rows)
-            gone += sum([self._evict_one(size_class, row) for row in rows.tolist()])
+            gone += sum([self._evict_one(size_class, row) for row in rows[:need].tolist()])
+            for row in rows[need:].tolist():
+                policy.park(row)
+                policy.unpark(row)  # not needed: back in its rank
+            fruitless += gone == before
+            lump = _LUMP if gone == before else count - gone  # a long run of heads, say: look at more at once
         return gone
 
     def _park_busy(self, size_class: SizeClass, rows: RowArray) -> RowArray:

@@ -254,7 +254,7 @@ Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; figures ar
 def local(
     quick: Quick = False,
     rounds: Rounds = 15,
-    size_mib: Annotated[int, typer.Option(min=1, help="Bytes moved in a round, in MiB.")] = 64,
+    size_mib: Annotated[int, typer.Option(min=1, help="Bytes moved in a round, in MiB.")] = 256,
     as_json: AsJson = False,
 ) -> None:
     """Put, get, acquire and round trips through a daemon, beside a plain memory copy.

@@ -13,7 +13,8 @@ from forebay.kvstore.errors import TierClosed, TierFull
 from forebay.kvstore.index import ABSENT, RowArray, Table
 from forebay.kvstore.tier import ObjectKey
 from forebay.kvstore.wire import SlotStatus
-from forebay.tiers.ram import _MAX_PARKED_A_CALL, RamDomain, RamTier, stride_of
+from forebay.tiers import ram as ram_module
+from forebay.tiers.ram import RamDomain, RamTier, stride_of
 
 EXTENT = 64 << 10
 SMALL, LARGE = 4000, 16_000  # 16 and 4 slots an extent
@@ -171,13 +172,15 @@ async def test_a_run_that_grows_does_not_evict_its_own_beginning(make: Callable[
 
 
 async def test_one_call_looks_at_no_more_than_so_many_leased_objects_and_the_next_goes_on(
-    make: Callable[..., RamTier],
+    make: Callable[..., RamTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    domain = make(1, extent_bytes=2 << 20).domain("d")
+    monkeypatch.setattr(ram_module, "_LUMP", 8)
+    monkeypatch.setattr(ram_module, "_FRUITLESS_LOOKS", 4)
+    domain = make(1, extent_bytes=1 << 20).domain("d")
     table = domain.table(NAMESPACE, 0, 500)
-    busy = 2 * _MAX_PARKED_A_CALL + 500
+    busy = 2 * (1 + 3 * 8) + 5
     await store(domain, table, 0, busy)
-    await store(domain, table, 10_000, (2 << 20) // 512 - busy)
+    await store(domain, table, 10_000, (1 << 20) // 512 - busy)
     leased = rows_of(domain, table, 0, busy)
     domain.lease(leased)
     size_class = domain.classes[512]
@@ -392,3 +395,16 @@ async def test_a_machine_short_of_memory_evicts_instead_of_growing(make: Callabl
     left = 1 << 20
     assert await store(domain, table, 100, 8) == WRITABLE * 8
     assert tier.pool.made == 1 and tier.counters.evicted == 8 and tier.pool.refused_growth > 0
+
+
+async def test_a_long_run_stored_in_pieces_is_evicted_from_its_tail_and_refuses_nothing(
+    make: Callable[..., RamTier],
+) -> None:
+    domain = make(1, extent_bytes=4 << 20).domain("d")
+    table = domain.table(NAMESPACE, 0, 500)
+    slots = (4 << 20) // 512
+    for start in range(0, slots, 128):  # the head is older than the tail
+        await store(domain, table, start, 128, keys(start - 1, 1)[0] if start else NAMESPACE)
+    for start in range(20_000, 20_000 + slots // 2, 128):
+        assert await store(domain, table, start, 128) == WRITABLE * 128
+    assert rows_of(domain, table, 0, slots // 2).tolist() and len(rows_of(domain, table, 0, slots)) == slots // 2
