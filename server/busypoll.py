@@ -11,25 +11,33 @@ import asyncio
 import os
 import time
 
+from forebay.kvstore.looking import Looking
+
 
 class BusyPoll:
-    """Keeps one event loop awake for a while after each request."""
+    """Keeps one event loop awake for a while after a request, as long as that pays."""
 
     def __init__(self, window_s: float) -> None:
         """`window_s`: 0 switches it off, and so does a machine with a single core, where the peer needs it."""
         self._window_s = window_s if len(os.sched_getaffinity(0)) > 1 else 0.0
         self._loop = asyncio.get_running_loop()
+        self._looking = Looking()
         self._until_s = 0.0
         self._awake = False
 
     def request_came(self) -> None:
-        if self._window_s:
-            self._until_s = time.perf_counter() + self._window_s
-            if not self._awake:
-                self._awake = True
-                self._loop.call_soon(self._look)
+        if not self._window_s:
+            return
+        if self._awake:
+            self._looking.paid()
+        elif self._looking.worth_it():
+            self._awake = True
+            self._loop.call_soon(self._look)
+        self._until_s = time.perf_counter() + self._window_s
 
     def _look(self) -> None:
-        self._awake = time.perf_counter() < self._until_s
-        if self._awake:
+        if time.perf_counter() < self._until_s:
             self._loop.call_soon(self._look)
+        else:
+            self._awake = False
+            self._looking.in_vain()
