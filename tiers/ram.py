@@ -735,6 +735,9 @@ class RamDomain:
         """Evict the policy's next victims. Returns how many: fewer if what is left is leased, pinned or above such."""
         policy = size_class.policy
         gone, fruitless, lump = 0, 0, count
+        if count <= _FEW:  # one by one, as long as that goes well
+            while gone < count and (row := policy.pop()) >= 0 and self._evict_one(size_class, row):
+                gone += 1
         while gone < count and fruitless < _FRUITLESS_LOOKS:
             rows = policy.take(lump)
             if not len(rows):
