@@ -21,6 +21,13 @@ hypothesis.settings.load_profile("forebay")
 IN_CI = os.environ.get("CI") == "true"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The longer suites need longer than the limit that stops a hang in the quick ones.
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, pytest.TestReport]:
     report: pytest.TestReport = yield

@@ -257,7 +257,7 @@ def test_bench_passes_its_options_on_and_prints_json_or_a_table(monkeypatch: pyt
     fake_bench(monkeypatch, "local", measure)
     fake_bench(monkeypatch, "index", measure)
     assert json.loads(run("bench", "local", "--quick", "--rounds", "3", "--json").stdout)["put_ratio_1MiB"] == 0.81234
-    assert seen[-1] == {"quick": True, "rounds": 3, "size_mib": 64}
+    assert seen[-1] == {"quick": True, "rounds": 3, "size_mib": 256}
     assert "machine.cores" in run("bench", "index", "--quick").stdout
     assert seen[-1]["quick"] is True
 

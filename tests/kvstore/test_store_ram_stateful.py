@@ -65,7 +65,7 @@ def test_a_store_over_the_ram_tier_may_forget_but_never_lies() -> None:
 
 @pytest.mark.slow
 def test_a_store_over_the_ram_tier_may_forget_but_never_lies_for_long() -> None:
-    run_state_machine_as_test(RamStoreMachine, settings=short(800))
+    run_state_machine_as_test(RamStoreMachine, settings=short(150))
 
 
 def _finds_another(self: Table, key: bytes) -> int:

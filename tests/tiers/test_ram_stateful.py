@@ -500,7 +500,7 @@ def test_the_ram_tier_may_forget_but_never_lies() -> None:
 
 @pytest.mark.slow
 def test_the_ram_tier_may_forget_but_never_lies_for_long() -> None:
-    run_state_machine_as_test(RamMachine, settings=short(1500, 80))
+    run_state_machine_as_test(RamMachine, settings=short(250, 60))
 
 
 # --- the machine has teeth -------------------------------------------------------------------------------------------
