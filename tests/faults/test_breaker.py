@@ -146,17 +146,16 @@ def test_a_batch_of_very_many_keys_gives_others_their_turn(daemon: DaemonProcess
         many.hello()
         other.hello()
         handle = many.open(facts_of()).handle
-        started_s = time.monotonic()
         many.send(make(handle, 0, np.random.default_rng(1).bytes(16 << 17)))
-        turns_s = [0.0]
+        turns = 0
         many.sock.setblocking(False)
-        while turns_s[-1] < 30:
+        while turns < 100_000:
             other.call(wire.Settle([]))
-            turns_s.append(time.monotonic() - started_s)
+            turns += 1
             with contextlib.suppress(BlockingIOError):
                 many.receive()
                 break
-        assert max(np.diff(turns_s)) < 0.5 * turns_s[-1], "others waited for most of it"
+        assert turns > 10, "others had hardly a turn before the batch was done"
 
 
 def test_leases_asked_for_side_by_side_keep_to_the_limit_together(tmp_path: Path) -> None:
