@@ -28,6 +28,7 @@ _READ_BYTES: Final = 256 << 10
 _FRAMES_A_TURN: Final = 16  # then other sockets get their turn
 _MAX_OUTBOX_BYTES: Final = 256 << 20
 MAX_DESCRIPTORS: Final = 64  # in one frame
+_LOOK_FOR_END_S: Final = 0.02
 _LOOK_AGAIN_S: Final = 0.005  # whether a peer has read its descriptors: no event tells
 _RIGHTS_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
 
@@ -185,6 +186,17 @@ class FrameSocket:
             self._loop.remove_reader(fd)
             self._loop.add_reader(fd, self._readable)
 
+    def _await_end(self) -> None:
+        # No event can be relied on for the end of such a peer (see `_watch_again`), so it is looked for.
+        if self.closed:
+            return
+        if self._reading:
+            self._readable()
+        else:
+            self.resume()
+        if not self.closed:
+            self._loop.call_later(_LOOK_FOR_END_S, self._await_end)
+
     def _hand_on(self) -> None:
         for kind, request_id, body in self._frames():
             with body:
@@ -252,7 +264,7 @@ class FrameSocket:
             # A client releases what it holds and closes: its last frames are read though no answer reaches it any more.
             self._mute = True
             self._holding = False
-            self._loop.call_soon(self._watch_again)
+            self._loop.call_soon(self._await_end)
             return 0
         except OSError as exc:
             if exc.errno == errno.ETOOMANYREFS:  # of all our peers together
