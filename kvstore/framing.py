@@ -17,6 +17,7 @@ import os
 import socket
 import struct
 import termios
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -25,7 +26,7 @@ from forebay.kvstore.errors import ProtocolError
 from forebay.kvstore.wire import HEADER_BYTES, parse_header
 
 _READ_BYTES: Final = 256 << 10
-_FRAMES_A_TURN: Final = 16  # then other sockets get their turn
+_TURN_S: Final = 0.0003  # of one socket's frames; then timers and other sockets get theirs
 _MAX_OUTBOX_BYTES: Final = 256 << 20
 MAX_DESCRIPTORS: Final = 64  # in one frame
 _LOOK_FOR_END_S: Final = 0.02
@@ -153,8 +154,10 @@ class FrameSocket:
         """Read, and hand on what is there already."""
         if not self._reading and not self.closed and not self._closing:
             self._reading = True
-            self._loop.add_reader(self._sock.fileno(), self._readable)
             self._hand_on()
+            # Only now: were the socket watched before, its next bytes would be a second turn before any timer gets one.
+            if self._reading:
+                self._loop.add_reader(self._sock.fileno(), self._readable)
 
     def pause(self) -> None:
         if self._reading:
@@ -204,7 +207,8 @@ class FrameSocket:
 
     def _frames(self) -> Iterator[tuple[int, int, memoryview]]:
         """Whole frames of this turn."""
-        for _ in range(_FRAMES_A_TURN):
+        until_s = time.perf_counter() + _TURN_S
+        while True:
             if not self._reading:
                 return
             if self._holding or not self.may_take_more():
@@ -218,6 +222,8 @@ class FrameSocket:
             if frame is None:
                 return
             yield frame
+            if time.perf_counter() >= until_s:
+                break
         if self._reading and self.inbox.pending:
             self.pause()  # turns alternate with other sockets'
             self._loop.call_soon(self.resume)
