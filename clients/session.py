@@ -26,6 +26,7 @@ from forebay.kvstore import wire
 from forebay.kvstore.address import default_socket_path
 from forebay.kvstore.errors import ClientClosed, ClientError, DaemonUnavailable, UsedAfterFork
 from forebay.kvstore.identity import NamespaceFacts
+from forebay.kvstore.secretfile import token_from_environment
 
 T = TypeVar("T")
 _RETRY_CONNECT_S: Final = 0.05
@@ -88,6 +89,7 @@ class ClientCore:
         """
         Args:
             socket_path: the daemon's Unix socket; default as `forebay serve` chooses it.
+            token: credentials; None takes FOREBAY_TOKEN, or what the file FOREBAY_TOKEN_FILE holds.
             engine_id: sessions of one engine may share leases; rank: its rank in the engine.
             timeout_s: deadline of every call that names none.
         """
@@ -98,7 +100,7 @@ class ClientCore:
         self.rank = rank
         self.timeout_s = timeout_s
         self.counters: Counter[str] = Counter()
-        self._token = token or ""
+        self._token = token_from_environment() if token is None else token
         self._pid = os.getpid()
         self._life: Life | None = None
         self._closed = False

@@ -98,10 +98,16 @@ class NotIntroduced(ProtocolError):
 
 
 class AccessDenied(ProtocolError):
-    """Credentials refused, or a right that the session lacks."""
+    """Credentials refused."""
 
     code = "access_denied"
     fatal = True
+
+
+class Forbidden(ProtocolError):
+    """A right that these credentials lack."""
+
+    code = "forbidden"
 
 
 class UnknownHandle(ProtocolError):
@@ -183,6 +189,7 @@ PROTOCOL_ERRORS: dict[str, type[ProtocolError]] = {
         UnknownVerb,
         NotIntroduced,
         AccessDenied,
+        Forbidden,
         UnknownHandle,
         BadRequest,
         ObjectTooLarge,

@@ -21,11 +21,13 @@ from typing import Any, Final
 from forebay import __version__
 from forebay.kvstore.channel import TierChannel
 from forebay.kvstore.errors import BadRequest, OverLimit, UnknownHandle
-from forebay.kvstore.identity import PUBLIC_SECRET, NamespaceFacts, namespace_id
+from forebay.kvstore.identity import NamespaceFacts, namespace_id
 from forebay.kvstore.index import ABSENT, RowArray, State, Table
 from forebay.kvstore.objects import ObjectLayout, seal
 from forebay.kvstore.store import Store, StorePolicy
 from forebay.kvstore.tier import ObjectKey, Tier
+from forebay.kvstore.wire import VERBS
+from forebay.server.auth import check_verbs
 from forebay.server.busypoll import BusyPoll
 from forebay.server.door import Connection, UnixListener
 from forebay.server.http import HttpDoor
@@ -38,7 +40,7 @@ from forebay.tiers.ram import RamDomain, RamTier
 
 log = logging.getLogger("forebay.daemon")
 
-TENANT: Final = "default"  # the one tenant of a daemon without a credentials table
+NET: Final = "net"  # stands for a user id in the trust domain of those who come over the network
 _SWEEP_S: Final = 0.25
 _KEYS_A_TURN: Final = 256  # of a batch that needs no waiting: some 2 ms, then others get their turn
 _GONE_REMEMBERED: Final = 8192
@@ -68,7 +70,10 @@ class Daemon:
     """Serves until `drain`. `lower`: tiers below RAM, fastest first, beside those that the settings name."""
 
     def __init__(self, settings: Settings, *, lower: Sequence[Tier] = ()) -> None:
+        """Raises: BadSettings: a tenant's secret can't be read, or others may read it."""
         self.settings = settings
+        check_verbs(VERBS)
+        self.access = settings.access()
         self.boot_epoch = os.urandom(16)
         self.draining = False
         self.max_explain_keys = 1024
@@ -216,13 +221,17 @@ class Daemon:
 
     # --- what verbs ask for -----------------------------------------------------------------------------------------
 
-    def domain_of(self, uid: int) -> RamDomain:
-        """The trust domain of a peer: tenant and uid. Within it clients trust each other, as ranks of one engine do."""
-        options = self.settings.domain(TENANT, uid)
-        return self.ram.domain(f"{TENANT}/{uid}", read_only=options.read_only)
+    def domain_of(self, tenant: str, uid: int | None) -> RamDomain:
+        """The trust domain of a peer: tenant and uid. Within it clients trust each other, as ranks of one engine do.
 
-    def namespace_id(self, facts: NamespaceFacts) -> bytes:
-        return namespace_id(facts, tenant=TENANT, secret=PUBLIC_SECRET)
+        `uid` is None for those who come over the network: they share one domain a tenant, and never its memory.
+        """
+        user = NET if uid is None else uid
+        options = self.settings.domain(tenant, user)
+        return self.ram.domain(f"{tenant}/{user}", read_only=options.read_only)
+
+    def namespace_id(self, facts: NamespaceFacts, tenant: str) -> bytes:
+        return namespace_id(facts, tenant=tenant, secret=self.access.secret_of(tenant))
 
     def note_namespace(self, domain: RamDomain, namespace: bytes, layouts: tuple[ObjectLayout, ...]) -> None:
         self._layouts[(domain.domain_name, namespace)] = layouts

@@ -22,6 +22,7 @@ from forebay.kvstore.errors import UnknownHandle
 from forebay.kvstore.identity import NamespaceFacts
 from forebay.kvstore.index import RowArray, Table
 from forebay.kvstore.objects import ObjectLayout
+from forebay.server.auth import LOCAL, Principal
 from forebay.tiers.ram import RamDomain
 
 log = logging.getLogger("forebay.sessions")
@@ -75,6 +76,7 @@ class Session:
     pidfd: int | None
     domain: RamDomain
     close: Callable[[], None]
+    principal: Principal = LOCAL
     started_s: float = field(default_factory=time.monotonic)
     handles: dict[int, Namespace] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)

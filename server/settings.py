@@ -36,11 +36,12 @@ from pydantic_settings import (
 )
 
 from forebay.kvstore.address import default_socket_path
+from forebay.server.auth import DEFAULT_TENANT, PLAIN_NAME, Access, Credential, Right, read_tenant_secret
 
 ENV_PREFIX = "FOREBAY_"
 CONFIG_VARIABLE = "FOREBAY_CONFIG"
 # Names under our prefix that other parts of the project read; everything else must be a setting.
-OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "FOREBAY_CACHE_DIR"})
+OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "FOREBAY_CACHE_DIR", "FOREBAY_TOKEN", "FOREBAY_TOKEN_FILE"})
 OTHER_PREFIXES = ("FOREBAY_TEST_", "FOREBAY_BENCH_")
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -138,6 +139,29 @@ class DomainOptions(BaseModel):
     )
 
 
+class TenantOptions(BaseModel):
+    """What one tenant has. Its namespaces are named under the secret, so tenants can't find each other's blocks."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    secret_file: Path | None = Field(default=None, description="file of mode 0600 with the key of its namespace ids")
+    ram_bytes: Bytes | None = Field(default=None, description="most memory of the ram tier")
+    uncommitted_bytes: Bytes | None = Field(default=None, description="most memory allocated and not yet committed")
+    weight: float = Field(default=1.0, gt=0, le=1000, allow_inf_nan=False, description="share beside other tenants")
+
+
+class CredentialOptions(BaseModel):
+    """What one token stands for."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tenant: str = Field(description="the tenant it acts for")
+    token_sha256: str = Field(
+        pattern="^[0-9a-f]{64}$", description="digest of the token; `forebay token new` makes both"
+    )
+    rights: tuple[Right, ...] = Field(min_length=1, description="read, write, admin")
+
+
 class Settings(BaseSettings):
     """Everything `forebay serve` can be told. Field order is the order of `forebay config` and docs/operations.md."""
 
@@ -147,7 +171,9 @@ class Settings(BaseSettings):
 
     socket: Path = Field(default_factory=default_socket_path, description="Unix socket of the session door")
     socket_mode: FileMode = Field(default=0o600, description="file mode of the socket: who may connect")
-    http_host: str = Field(default="127.0.0.1", description="address of the HTTP door; loopback only")
+    http_host: str = Field(
+        default="127.0.0.1", description="address of the HTTP door; without credentials loopback only"
+    )
     http_port: Annotated[int, BeforeValidator(_port)] = Field(
         default=7090, ge=-1, le=65535, description="port of the HTTP door; 0 takes a free one, off (-1) closes the door"
     )
@@ -172,6 +198,15 @@ class Settings(BaseSettings):
     )
     domains: dict[str, DomainOptions] = Field(
         default_factory=dict, description='options by trust domain, named "tenant/uid"; "*" means all others'
+    )
+    credentials: dict[str, CredentialOptions] = Field(
+        default_factory=dict, description="tokens by label; with any here, every door asks for one"
+    )
+    tenants: dict[str, TenantOptions] = Field(
+        default_factory=dict, description="tenants that credentials name: secrets, quotas, weights"
+    )
+    unix_rights: Annotated[tuple[Right, ...], NoDecode, BeforeValidator(_names)] = Field(
+        default=(), description="with credentials: rights of Unix sessions without a token, as tenant default"
     )
     max_sessions: int = Field(default=256, ge=1, description="sessions open at the same time")
     max_frame_bytes: Bytes = Field(default=64 * MIB, le=1 << 31, description="longest request frame")
@@ -240,9 +275,33 @@ class Settings(BaseSettings):
         """Where each value came from: a flag, a variable's name, a file's path, or "default"."""
         return {name: self._origins.get(name, "default") for name in type(self).model_fields}
 
-    def domain(self, tenant: str, uid: int) -> DomainOptions:
-        """The options of the trust domain of `tenant` and `uid`."""
+    def domain(self, tenant: str, uid: int | str) -> DomainOptions:
+        """The options of the trust domain of `tenant` and `uid` ("net" for those who come over the network)."""
         return self.domains.get(f"{tenant}/{uid}") or self.domains.get("*") or DomainOptions()
+
+    def tenant(self, name: str) -> TenantOptions:
+        """The options of a tenant."""
+        return self.tenants.get(name) or TenantOptions()
+
+    def access(self) -> Access:
+        """The credentials table.
+
+        Raises: BadSettings: a secret can't be read, or others may read it.
+        """
+        secrets, problems = {}, []
+        for name, options in self.tenants.items():
+            if options.secret_file is not None:
+                try:
+                    secrets[name] = read_tenant_secret(options.secret_file)
+                except ValueError as exc:
+                    problems.append(f"tenants.{name}.secret_file: {exc}")
+        if problems:
+            raise BadSettings(problems)
+        table = tuple(
+            Credential(name, each.tenant, frozenset(each.rights), bytes.fromhex(each.token_sha256))
+            for name, each in self.credentials.items()
+        )
+        return Access(table, secrets, frozenset(self.unix_rights))
 
     def shown(self) -> dict[str, str]:
         """Each value as text that a TOML file or a flag would take."""
@@ -252,7 +311,7 @@ class Settings(BaseSettings):
         """A TOML file that gives these settings; those at their default stand in it as comments."""
         lines = []
         for name, field in type(self).model_fields.items():
-            value = self.shown()[name] if _kind(name) else self.model_dump(mode="json")[name]
+            value = self.shown()[name] if _kind(name) else self.model_dump(mode="json", exclude_none=True)[name]
             mark = "# " if self.provenance()[name] == "default" else ""
             lines += [f"# {field.description}", f"{mark}{name} = {_toml(value)}", ""]
         return "\n".join(lines[:-1]) + "\n"
@@ -268,21 +327,6 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         # No .env files: a daemon must not change with the folder it was started in.
         return init_settings, env_settings
-
-    @field_validator("http_host")
-    @classmethod
-    def _loopback_only(cls, host: str) -> str:
-        # Invariant: every network door is authenticated or loopback-only, and this one has no authentication.
-        try:
-            loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            loopback = False
-        if not loopback:
-            raise ValueError(
-                "is not a loopback address, and the HTTP door has no authentication: "
-                "write 127.0.0.1 or ::1 and put an authenticating proxy in front"
-            )
-        return host
 
     @field_validator("extent_bytes")
     @classmethod
@@ -312,9 +356,47 @@ class Settings(BaseSettings):
     @classmethod
     def _domains_are_named(cls, domains: dict[str, DomainOptions]) -> dict[str, DomainOptions]:
         for name in domains:
-            if name != "*" and not re.fullmatch(r"[^/]+/\d+", name):
-                raise ValueError(f'names the domain {name!r}: write "tenant/uid", such as "default/1000", or "*"')
+            if name != "*" and not re.fullmatch(r"[^/]+/(\d+|net)", name):
+                raise ValueError(
+                    f'names the domain {name!r}: write "tenant/uid", such as "default/1000", "tenant/net" or "*"'
+                )
         return domains
+
+    @field_validator("credentials", "tenants")
+    @classmethod
+    def _names_are_plain(cls, table: dict[str, Any]) -> dict[str, Any]:
+        for name in table:
+            if not PLAIN_NAME.fullmatch(name):
+                raise ValueError(f"has the name {name!r}: use up to 64 letters, digits, _ and -")
+        return table
+
+    @model_validator(mode="after")
+    def _network_doors_ask_for_tokens(self) -> Settings:
+        # Invariant: every network door is authenticated or loopback-only.
+        if not self.credentials and not is_loopback(self.http_host):
+            raise ValueError(
+                f"http_host = {self.http_host!r} is not a loopback address, and without credentials the HTTP door asks "
+                "for none: write 127.0.0.1 or ::1, or add credentials (`forebay token new`)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tenants_are_declared(self) -> Settings:
+        for name, credential in self.credentials.items():
+            secret = self.tenant(credential.tenant).secret_file
+            if credential.tenant != DEFAULT_TENANT and secret is None:
+                raise ValueError(
+                    f"credentials.{name} acts for tenant {credential.tenant!r}, which has no secret_file: add "
+                    f"[tenants.{credential.tenant}] with one (`forebay token secret FILE` makes it)"
+                )
+        digests = [credential.token_sha256 for credential in self.credentials.values()]
+        if len(set(digests)) < len(digests):
+            raise ValueError(
+                "two credentials have the same token_sha256: a token stands for one tenant and set of rights"
+            )
+        if self.unix_rights and not self.credentials:
+            raise ValueError("unix_rights is set without credentials: then Unix sessions have all rights; remove it")
+        return self
 
     @model_validator(mode="after")
     def _options_belong_to_tiers(self) -> Settings:
@@ -324,6 +406,14 @@ class Settings(BaseSettings):
                     f"tier_options.{name} is set, but tiers does not name {name!r}: add it, or remove this"
                 )
         return self
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name is one of this machine alone, without asking DNS."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def find_config(environ: Mapping[str, str] | None = None, *, root: Path = Path("/")) -> Path | None:
@@ -391,6 +481,13 @@ def _cgroup_limits(root: Path) -> Iterable[int]:
                 break
 
 
+_TABLES: Mapping[str, type[BaseModel]] = {
+    "domains": DomainOptions,
+    "tenants": TenantOptions,
+    "credentials": CredentialOptions,
+}
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -428,12 +525,15 @@ def _explain(error: Any, origins: Mapping[str, str]) -> str:
         return message
     name = ".".join(path)
     if error["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(path[-1], list(DomainOptions.model_fields), n=1)
-        advice = f"did you mean {close[0]}?" if close else f"known are {', '.join(DomainOptions.model_fields)}"
+        known = _TABLES[path[0]].model_fields if path[0] in _TABLES else {}
+        close = difflib.get_close_matches(path[-1], list(known), n=1)
+        advice = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
         return f"{name} is not a setting: {advice}"
     origin = origins.get(path[0], "default")
     if error["type"] != "value_error":
         message = f"cannot be used: {message[0].lower()}{message[1:]}"
+    if path[0] == "credentials":  # a token may have got into the wrong line
+        return f"{name} ({origin}) {message}"
     given = str(error["input"]) if isinstance(error["input"], Path) else error["input"]
     return f"{name} = {given!r} ({origin}) {message}"
 
@@ -455,8 +555,12 @@ def _show(name: str, value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(value)
     if isinstance(value, dict):
-        return _toml({key: part.model_dump() if isinstance(part, BaseModel) else part for key, part in value.items()})
+        return _toml({key: _plain(part) for key, part in value.items()})
     return str(value)
+
+
+def _plain(part: Any) -> Any:
+    return part.model_dump(mode="json", exclude_none=True) if isinstance(part, BaseModel) else part
 
 
 def _toml(value: Any) -> str:

@@ -18,7 +18,6 @@ import numpy as np
 
 from forebay.kvstore import wire
 from forebay.kvstore.errors import (
-    AccessDenied,
     BadRequest,
     Draining,
     NotIntroduced,
@@ -32,6 +31,7 @@ from forebay.kvstore.identity import NamespaceFacts
 from forebay.kvstore.index import ABSENT, RowArray, Table
 from forebay.kvstore.keys import KEY_BYTES
 from forebay.kvstore.objects import ObjectLayout
+from forebay.server.auth import VERB_RIGHTS
 from forebay.server.door import Answer, Connection
 from forebay.server.sessions import Allocation, Lease, Namespace, Session
 from forebay.tiers.extents import Extent
@@ -114,6 +114,7 @@ class SessionVerbs:
             return self._hello(request)
         if self._session is None:
             raise NotIntroduced(f"the first verb of a session is hello, not {verb}")
+        self._session.principal.check(verb, VERB_RIGHTS[verb])
         return self._methods[type(request)](request)
 
     def closed(self) -> None:
@@ -132,8 +133,7 @@ class SessionVerbs:
                 f"the client speaks protocol versions {request.version_min} to {request.version_max}, this daemon "
                 f"{wire.PROTOCOL_VERSION}: upgrade the older side"
             )
-        if request.token:
-            raise AccessDenied("this daemon has no credentials table: connect without a token")
+        principal = daemon.access.authenticate(request.token, unix=True)
         if daemon.draining:
             raise Draining("the daemon is shutting down")
         if len(daemon.registry.sessions) >= settings.max_sessions:
@@ -145,7 +145,7 @@ class SessionVerbs:
             raise OverLimit(
                 f"this process left {MAX_ORPHANS} sessions whose memory it may still touch: settle them first"
             )
-        domain = daemon.domain_of(peer.uid)
+        domain = daemon.domain_of(principal.tenant, peer.uid)
         session = Session(
             id=os.urandom(16),
             engine_id=request.engine_id,
@@ -155,16 +155,26 @@ class SessionVerbs:
             pidfd=self._connection.open_pidfd(),
             domain=domain,
             close=self._connection.close,
+            principal=principal,
         )
         self._session = session
         daemon.registry.add(session)
         daemon.registry.settle(session, request.previous)
-        log.info("session opened", extra={"pid": peer.pid, "engine": request.engine_id[:64], "rank": request.rank})
+        log.info(
+            "session opened",
+            extra={
+                "pid": peer.pid,
+                "engine": request.engine_id[:64],
+                "rank": request.rank,
+                "domain": domain.domain_name,
+                "principal": principal.name,
+            },
+        )
         reply = wire.HelloReply(
             session=session.id,
             boot_epoch=daemon.boot_epoch,
             domain=domain.domain_name,
-            read_only=domain.read_only,
+            read_only=domain.read_only or "write" not in principal.rights,
             extent_bytes=settings.extent_bytes,
             board_bytes=domain.board.size_bytes,
             max_frame_bytes=settings.max_frame_bytes,
@@ -179,7 +189,7 @@ class SessionVerbs:
         if len(session.handles) >= MAX_HANDLES:
             raise OverLimit(f"a session has at most {MAX_HANDLES} handles: close those that are not used")
         facts = NamespaceFacts.decode(request.facts)
-        namespace_id = self._daemon.namespace_id(facts)
+        namespace_id = self._daemon.namespace_id(facts, session.principal.tenant)
         layouts = tuple(ObjectLayout.of(facts, group) for group in range(len(facts.groups)))
         try:
             tables = tuple(session.domain.table(namespace_id, layout.group, layout.object_bytes) for layout in layouts)
@@ -212,7 +222,9 @@ class SessionVerbs:
                 continue  # retired meanwhile: the client treats what lay there as a miss
             extent.mapped_by.add(session)
             extents.append(extent)
-        return wire.MapReply([extent.number for extent in extents]), [extent.fd for extent in extents]
+        writes = "write" in session.principal.rights
+        descriptors = [extent.fd if writes else extent.fd_to_read() for extent in extents]
+        return wire.MapReply([extent.number for extent in extents]), descriptors
 
     def _unmapped(self, request: wire.Unmapped) -> Answer:
         session = self.session

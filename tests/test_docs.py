@@ -18,6 +18,9 @@ COMPUTED = {
     "max_quarantine_bytes": "see its meaning",
     "domains": "none",
     "tier_options": "none",
+    "credentials": "none",
+    "tenants": "none",
+    "unix_rights": "none",
     "tiers": "none",
 }
 

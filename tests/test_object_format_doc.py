@@ -111,6 +111,6 @@ def test_the_example_object_is_right_byte_by_byte() -> None:
 
 
 def test_the_public_secret_and_tenant_are_those_of_the_daemon() -> None:
-    from forebay.server.daemon import TENANT
+    from forebay.server.auth import DEFAULT_TENANT
 
-    assert f"`{PUBLIC_SECRET.decode()}`" in PAGE and f"`{TENANT}`" in PAGE
+    assert f"`{PUBLIC_SECRET.decode()}`" in PAGE and f"`{DEFAULT_TENANT}`" in PAGE

@@ -58,6 +58,7 @@ def _cgroup_headroom_bytes() -> int | None:
 def sealed_memfd(name: str, size_bytes: int) -> int:
     """A memfd of fixed size: no holder can shrink it under another's mapping (SIGBUS) or grow it past the budget."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(fd, 0o600)  # who is given a descriptor to read with, can't open it anew to write
     os.ftruncate(fd, size_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     return fd
@@ -77,14 +78,15 @@ class Extent:
     """One memfd, cut into slots of one stride while a size class uses it."""
 
     __slots__ = (
-        "_free", "_free_top", "address", "board_base", "draining", "fd", "free_count", "map", "mapped_by", "memory",
-        "number", "position", "rows", "size_bytes", "slot_count", "stride",
+        "_fd_to_read", "_free", "_free_top", "address", "board_base", "draining", "fd", "free_count", "map",
+        "mapped_by", "memory", "number", "position", "rows", "size_bytes", "slot_count", "stride",
     )  # fmt: skip
 
     def __init__(self, number: int, size_bytes: int) -> None:
         self.number = number  # never used twice in a daemon's life
         self.size_bytes = size_bytes
         self.fd = sealed_memfd(f"forebay-extent-{number}", size_bytes)
+        self._fd_to_read = -1
         self.map: mmap.mmap | None = None
         self.memory = memoryview(b"")
         self.address = 0
@@ -117,6 +119,12 @@ class Extent:
             os.posix_fallocate(self.fd, start, size)
             back_with_memory(self.address + start, size)
         return True
+
+    def fd_to_read(self) -> int:
+        """A descriptor of the same memory that can't be mapped writable, for clients without the right to write."""
+        if self._fd_to_read < 0:
+            self._fd_to_read = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        return self._fd_to_read
 
     def format(self, stride: int) -> None:
         """Cut the (empty) extent into slots of `stride` bytes."""
@@ -160,6 +168,9 @@ class Extent:
             self.map = None
         os.close(self.fd)
         self.fd = -1
+        if self._fd_to_read >= 0:
+            os.close(self._fd_to_read)
+            self._fd_to_read = -1
 
 
 class Board:

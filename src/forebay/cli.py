@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from forebay import __version__
+from forebay import __version__, cli_token
 from forebay.kvstore.errors import DaemonTimeout, DaemonUnavailable, ForebayError
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ bench_app = typer.Typer(
     epilog=EXIT_CODES,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(cli_token.app, name="token", epilog=EXIT_CODES)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 ConfigPath = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file with settings.")]
@@ -97,7 +98,7 @@ def serve(
     socket: Annotated[Path | None, typer.Option(metavar="PATH", help="Unix socket for engines.")] = None,
     socket_mode: Annotated[str | None, typer.Option(metavar="OCTAL", help="Who may connect, such as 0660.")] = None,
     ram_bytes: Annotated[str | None, typer.Option(metavar="SIZE", help="Most memory for blocks, such as 8GiB.")] = None,
-    http_host: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Loopback address of the HTTP door.")] = None,
+    http_host: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Address of the HTTP door.")] = None,
     http_port: Annotated[
         str | None, typer.Option(metavar="PORT", help="HTTP port; 0 takes a free one, off closes the door.")
     ] = None,

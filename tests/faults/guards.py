@@ -144,7 +144,7 @@ def _write_seal() -> None:
 def _trust_domains() -> None:
     from forebay.server.daemon import Daemon
 
-    put(Daemon, "domain_of", lambda self, uid: self.ram.domain("default/0"))
+    put(Daemon, "domain_of", lambda self, *who: self.ram.domain("default/0"))
 
 
 def _socket_lock() -> None:

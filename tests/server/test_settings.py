@@ -26,6 +26,8 @@ from forebay.server.settings import (
     parse_bytes,
 )
 
+TABLES = ("domains", "tier_options", "credentials", "tenants")
+
 
 @pytest.fixture(autouse=True)
 def empty_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -201,7 +203,7 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
 
 def test_what_is_shown_can_be_given_back_as_settings() -> None:
     settings = Settings.load(ram_bytes="96MiB", extent_bytes="32MiB", tiers=["a"], http_port="off", socket_mode="0640")
-    shown = {name: text for name, text in settings.shown().items() if name not in ("domains", "tier_options")}
+    shown = {name: text for name, text in settings.shown().items() if name not in TABLES}
     assert Settings.load(None, **shown).model_dump() == settings.model_dump()
 
 
