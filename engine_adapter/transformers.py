@@ -26,7 +26,7 @@ from forebay.engine_adapter.hf_cache import KVBuffer
 from forebay.engine_adapter.hf_identity import UnsupportedCache, examine, namespace_facts
 from forebay.kvstore.cost import PrefillFitter, PrefillModel
 from forebay.kvstore.errors import ClientError, DaemonTimeout, DaemonUnavailable, ProtocolError
-from forebay.kvstore.plan import Plan, plan
+from forebay.kvstore.plan import Plan, loadable_blocks, plan
 
 if TYPE_CHECKING:
     from forebay.clients import Client, Namespace, PutResult
@@ -227,7 +227,7 @@ class PrefixReuse:
                 return Reuse(miss="off" if self._client is None else self._count("backing_off")), None
             block_tokens = self.facts.block_tokens
             keys = namespace.keys(ids)
-            found = namespace.match(keys[: (len(ids) - 1) // block_tokens], timeout_s=bound_s)
+            found = namespace.match(keys[: loadable_blocks(len(ids), block_tokens)], timeout_s=bound_s)
             self._failures = 0  # it answers
             made = self._planner(
                 found.runs,

@@ -89,7 +89,7 @@ def plan(
     resident_tokens = resident_blocks * block_tokens
     cold_s = prefill.predict(resident_tokens, prompt_tokens - resident_tokens)
     best_blocks, best_load_s, best_s = 0, 0.0, cold_s
-    pieces, stopped = _usable(runs, estimates, resident_blocks, (prompt_tokens - 1) // block_tokens)
+    pieces, stopped = _usable(runs, estimates, resident_blocks, loadable_blocks(prompt_tokens, block_tokens))
     limit_s = cold_s * (1 - margin)
 
     by_tier: dict[str, int] = {}
@@ -118,6 +118,11 @@ def plan(
         predicted_cold_s=cold_s,
         reason=_reason(best_blocks, loaded, best_s, cold_s, stopped),
     )
+
+
+def loadable_blocks(prompt_tokens: int, block_tokens: int) -> int:
+    """How many leading blocks of a prompt may be loaded: its last token is always computed, since its logits are needed."""
+    return (prompt_tokens - 1) // block_tokens
 
 
 def _usable(

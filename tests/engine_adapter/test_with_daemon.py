@@ -124,4 +124,5 @@ def test_a_store_too_small_for_the_prompt_still_gives_right_answers(tmp_path: Pa
             for seed in (8, 9, 8):
                 ids = prompt(seed, 800)  # 2.4 MB of KV, room for 1 MiB
                 assert run(engine, ids).tokens == off.generate(ids, 10, stop_tokens=()).tokens
+            assert engine.counters["store_refused"] and not engine.counters["store_DaemonTimeout"]
         small.audit()

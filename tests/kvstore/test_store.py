@@ -48,9 +48,10 @@ async def load(store: Store, blocks: Sequence[bytes], timeout_s: float = 5.0) ->
 
 
 async def until(condition: Any) -> None:
-    """Wait for background work; the test's own time limit ends a wait in vain."""
-    while not condition():  # noqa: ASYNC110 - what is waited for is often that nothing happens any more
-        await asyncio.sleep(0.001)
+    """Wait for background work; a wait in vain ends after 20 s."""
+    async with asyncio.timeout(20.0):
+        while not condition():  # noqa: ASYNC110 - what is waited for is often that nothing happens any more
+            await asyncio.sleep(0.001)
 
 
 class CountedTier(MemoryTier):
@@ -212,7 +213,9 @@ async def test_match_asks_tiers_that_answer_only_with_io() -> None:
 async def test_a_tier_that_does_not_answer_in_time_holds_nothing() -> None:
     first = memory()
     await fill(first, 0)
-    store = make_store(first, AskedTier(memory("slow"), answer_s=60.0))
+    slow = memory("slow")
+    await fill(slow, 1)
+    store = make_store(first, AskedTier(slow, answer_s=2.0))
     assert await store.match(NAMESPACE, 0, BLOCKS, timeout_s=0.01) == [("first", 1)]
     assert store.stats()["probe_trouble"] == 1
 
