@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
@@ -10,9 +12,10 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from forebay.clients.lease import Lease
 from forebay.clients.namespace import NamespaceCore
-from forebay.clients.session import ClientCore, Connect, Op
+from forebay.clients.session import MAX_LANES, ClientCore, Connect, Op, Turn
 from forebay.clients.transport import LoopTransport
 from forebay.clients.writing import AllocationCore
+from forebay.kvstore.errors import DaemonTimeout
 from forebay.kvstore.identity import NamespaceFacts
 from forebay.kvstore.keys import TokenIds
 
@@ -33,12 +36,23 @@ async def run(core: ClientCore, operation: Op[T]) -> T:
         value, error = None, None
         try:
             if isinstance(step, Connect):
-                value = await LoopTransport.connect(core.path, timeout_s=step.timeout_s)
+                value = await LoopTransport.connect(core.address, timeout_s=step.timeout_s, tls=core.tls)
+            elif isinstance(step, Turn):
+                await _await_turn(core, step.deadline_s)
             else:
                 assert isinstance(step.transport, LoopTransport)
                 value = await step.transport.wait(step.pending, step.deadline_s)
         except BaseException as exc:
             error = exc
+
+
+async def _await_turn(core: ClientCore, deadline_s: float) -> None:
+    assert isinstance(core, AsyncClient)
+    try:
+        async with asyncio.timeout(deadline_s - time.monotonic()):
+            await core._turns.acquire()
+    except TimeoutError as exc:
+        raise DaemonTimeout("all connections for payload were busy until the call's deadline") from exc
 
 
 def awaitable(operation: Callable[Concatenate[Any, P], Op[T]]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
@@ -137,6 +151,11 @@ class AsyncClient(ClientCore):
     """
 
     stats = awaitable(ClientCore.read_stats)
+
+    def __init__(self, socket_path: Any = None, **options: Any) -> None:
+        """Arguments as ClientCore."""
+        super().__init__(socket_path, **options)
+        self._turns: asyncio.Semaphore = asyncio.Semaphore(MAX_LANES)
 
     async def connect(self) -> AsyncClient:
         """Connect now; otherwise the first call does. Raises: DaemonUnavailable, DaemonTimeout."""

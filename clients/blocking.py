@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from forebay.clients.namespace import NamespaceCore
-from forebay.clients.session import ClientCore, Connect, Op
+from forebay.clients.session import MAX_LANES, ClientCore, Connect, Op, Turn
 from forebay.clients.transport import BlockingTransport
 from forebay.clients.writing import AllocationCore
+from forebay.kvstore.errors import DaemonTimeout
 from forebay.kvstore.identity import NamespaceFacts
 from forebay.kvstore.keys import TokenIds
 
@@ -30,12 +33,20 @@ def run(core: ClientCore, operation: Op[T]) -> T:
         value, error = None, None
         try:
             if isinstance(step, Connect):
-                value = BlockingTransport(core.path, timeout_s=step.timeout_s)
+                value = BlockingTransport(core.address, timeout_s=step.timeout_s, tls=core.tls)
+            elif isinstance(step, Turn):
+                _await_turn(core, step.deadline_s)
             else:
                 assert isinstance(step.transport, BlockingTransport)
                 value = step.transport.wait(step.pending, step.deadline_s)
         except BaseException as exc:
             error = exc
+
+
+def _await_turn(core: ClientCore, deadline_s: float) -> None:
+    assert isinstance(core, Client)
+    if not core._turns.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+        raise DaemonTimeout("all connections for payload were busy until the call's deadline")
 
 
 def blocking(operation: Callable[Concatenate[Any, P], Op[T]]) -> Callable[Concatenate[Any, P], T]:
@@ -107,6 +118,7 @@ class Client(ClientCore):
     def __init__(self, socket_path: Any = None, **options: Any) -> None:
         """Connect. Arguments as ClientCore. Raises: DaemonUnavailable, DaemonTimeout."""
         super().__init__(socket_path, **options)
+        self._turns: threading.Semaphore = threading.Semaphore(MAX_LANES)
         run(self, self.live(self.deadline(None)))
 
     def open(self, facts: NamespaceFacts, *, timeout_s: float | None = None) -> Namespace:

@@ -180,6 +180,20 @@ class SharedMemory:
             pass
 
 
+class NoMemory(SharedMemory):
+    """Of a session over TCP: nothing is mapped, and payload travels inline."""
+
+    def __init__(self) -> None:
+        self.extent_bytes = 0
+        self.read_only = True
+        self.generations = np.empty(0, np.uint64)
+        self.extents = {}
+        self.lock = threading.Lock()
+
+    def close(self) -> None:
+        pass
+
+
 def distinct_extents(places: npt.NDArray[np.void]) -> list[int]:
     """Extents that places lie in. Runs lie side by side mostly, so only the changes are looked at, not every place sorted."""
     numbers = places["extent"]

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from forebay.clients import remote
 from forebay.clients.copying import copy_in, copy_out, targets_of
 from forebay.clients.lease import Lease
 from forebay.clients.memory import read_places
@@ -75,11 +76,14 @@ class NamespaceCore:
         opened = self._opened
         if opened is None or opened[0] is not life:
             life, reply = yield from self.core.open_facts(self.facts, deadline_s)
-            if reply.namespace != self.id:
-                # Another tenant or secret: keys made so far mean nothing there.
-                raise EpochEnded("the daemon gives this namespace another id now: open it again and make new keys")
+            self.check_id(reply)
             self._opened = opened = (life, reply.handle)
         return opened
+
+    def check_id(self, reply: wire.OpenReply) -> None:
+        """Raises: EpochEnded: another tenant or secret, so that keys made so far mean nothing there."""
+        if reply.namespace != self.id:
+            raise EpochEnded("the daemon gives this namespace another id now: open it again and make new keys")
 
     def _call(self, make: Callable[[int], wire.Request[T]], timeout_s: float | None) -> Op[T]:
         """One request on this namespace's handle."""
@@ -111,14 +115,14 @@ class NamespaceCore:
         """Lease the leading run that is in RAM, or gets there from lower tiers within `wait_s`.
 
         Keys, namespace and (if given) token ids are compared with every block's header: the first that differs ends the run.
-        An empty lease is a miss.
+        An empty lease is a miss. Over TCP a lease is a copy of this client's own, with the parts' checksums verified.
         """
         flat = _flat(keys)
         layout = self.layout(group)
-        words = token_words(token_ids) if token_ids is not None else None
-        if words is not None and len(words) < len(keys) * layout.block_tokens:
-            raise ValueError(f"{len(keys)} blocks have {len(keys) * layout.block_tokens} tokens, not {len(words)}")
+        words = _words_of(token_ids, len(keys), layout)
         deadline_s = self.core.deadline(timeout_s)
+        if self.core.remote:
+            return (yield from remote.lease(self, keys, words, group, wait_s, deadline_s))
         life, handle = yield from self._live(deadline_s)
         request = wire.Acquire(handle, group, flat, int(wait_s * 1000), shares)
         reply: wire.AcquireReply = yield Sent(life.transport, life.transport.start(request, deadline_s), deadline_s)
@@ -164,11 +168,16 @@ class NamespaceCore:
     ) -> Op[int]:
         """Copy payloads of the leading run into `buffers`: one buffer a block, or one for all, side by side.
 
-        Returns: how many leading blocks were copied, and with `verify` hold the checksums of their writer. Bytes of later
-        buffers are undefined.
+        Returns: how many leading blocks were copied, and with `verify` (over TCP always) hold the checksums of their writer.
+        Bytes of later buffers are undefined.
         """
         layout = self.layout(group)
         targets = targets_of(buffers, len(keys), layout.payload_bytes)
+        if self.core.remote:
+            _flat(keys)
+            words = _words_of(token_ids, len(keys), layout)
+            deadline_s = self.core.deadline(timeout_s)
+            return (yield from remote.fetch(self, keys, targets, words, group, wait_s, deadline_s)).blocks
         lease = yield from self.lease(keys, token_ids, group, wait_s=wait_s, timeout_s=timeout_s)
         with lease:
             life = lease._life
@@ -230,6 +239,8 @@ class NamespaceCore:
         """Places for blocks that the caller fills itself."""
         run = self._run(keys, token_ids, parent, start_block, group)
         deadline_s = self.core.deadline(timeout_s)
+        if self.core.remote:
+            raise PermissionError("over TCP no memory is shared: use put, which sends the blocks")
         life, handle = yield from self._live(deadline_s)
         if life.memory.read_only:
             raise PermissionError("this trust domain is read-only for its clients: use put, which writes by the socket")
@@ -269,6 +280,8 @@ class NamespaceCore:
             if size != run.layout.payload_bytes:
                 raise ValueError(f"a payload of this namespace has {run.layout.payload_bytes} bytes, not {size}")
         deadline_s = self.core.deadline(timeout_s)
+        if self.core.remote:
+            return (yield from remote.store(self, run, payloads, group, deadline_s))
         life, handle = yield from self._live(deadline_s)
         chunks = [(start, run.part(start, end)) for start, end in _chunks(len(keys), run.layout.object_bytes)]
         asked: list[Pending] = []
@@ -385,6 +398,14 @@ def _chunks(count: int, object_bytes: int) -> list[tuple[int, int]]:
         chunks.append((start, min(count, start + size)))
         start, size = start + size, min(most, 2 * size)
     return chunks
+
+
+def _words_of(token_ids: TokenIds | None, count: int, layout: ObjectLayout) -> npt.NDArray[np.uint32] | None:
+    """Tokens of `count` blocks. Raises: ValueError: there are fewer."""
+    words = token_words(token_ids) if token_ids is not None else None
+    if words is not None and len(words) < count * layout.block_tokens:
+        raise ValueError(f"{count} blocks have {count * layout.block_tokens} tokens, not {len(words)}")
+    return words
 
 
 def _flat(keys: Sequence[bytes]) -> bytes:

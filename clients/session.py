@@ -8,29 +8,35 @@ then is the daemon told that its copies have stopped.
 
 from __future__ import annotations
 
+import mmap
 import os
+import ssl
 import threading
 import time
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from forebay.clients.memory import SharedMemory, distinct_extents
+from forebay.clients.memory import NoMemory, SharedMemory, distinct_extents
 from forebay.clients.transport import Pending, Transport
 from forebay.kvstore import wire
-from forebay.kvstore.address import default_socket_path
+from forebay.kvstore.address import TcpAddress, default_socket_path, parse_address
 from forebay.kvstore.errors import ClientClosed, ClientError, DaemonUnavailable, UsedAfterFork
 from forebay.kvstore.identity import NamespaceFacts
+from forebay.kvstore.pages import address_of, back_with_memory
 from forebay.kvstore.secretfile import token_from_environment
+from forebay.kvstore.tls import client_context
 
 T = TypeVar("T")
 _RETRY_CONNECT_S: Final = 0.05
 _MAX_RETRY_CONNECT_S: Final = 1.0
+_SPARE_BYTES: Final = 512 << 20  # a buffer up to this size is kept for the next lease
+MAX_LANES: Final = 4  # connections of one client that carry payload at the same time
 
 
 class Sent(NamedTuple):
@@ -47,7 +53,13 @@ class Connect(NamedTuple):
     timeout_s: float
 
 
-Op: TypeAlias = Generator[Sent | Connect, Any, T]
+class Turn(NamedTuple):
+    """A step that waits: until one more connection may carry payload. `ClientCore.give_lane` ends the turn."""
+
+    deadline_s: float
+
+
+Op: TypeAlias = Generator[Sent | Connect | Turn, Any, T]
 
 
 @dataclass(eq=False)
@@ -74,8 +86,50 @@ class Life:
             return self.ended and self.holders == 0
 
 
+@dataclass(eq=False)
+class Lane:
+    """A connection of its own for payload, used by one operation at a time, so that a long transfer holds up nothing else."""
+
+    life: Life
+    handles: dict[bytes, int] = field(default_factory=dict)  # by namespace id
+
+    @property
+    def transport(self) -> Transport:
+        return self.life.transport
+
+
+class Spare:
+    """Memory for copied leases: the last one's is kept, since fresh memory is slow to come by."""
+
+    def __init__(self) -> None:
+        self._kept: mmap.mmap | None = None
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int) -> mmap.mmap:
+        with self._lock:
+            kept, self._kept = self._kept, None
+        if kept is not None and len(kept) >= size_bytes:
+            return kept
+        fresh = mmap.mmap(-1, max(size_bytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        back_with_memory(address_of(memoryview(fresh)), len(fresh))
+        return fresh
+
+    def give(self, memory: mmap.mmap) -> None:
+        """Nothing looks at it any more."""
+        if len(memory) <= _SPARE_BYTES:
+            self._kept = memory
+
+
+class Turns(Protocol):
+    """A semaphore of threads or of an event loop."""
+
+    def release(self) -> None: ...
+
+
 class ClientCore:
     """State of a client. Subclasses connect a transport and run operations."""
+
+    _turns: Turns  # of operations that move payload over TCP
 
     def __init__(
         self,
@@ -84,18 +138,25 @@ class ClientCore:
         engine_id: str = "",
         rank: int = 0,
         token: str | None = None,
+        tls: bool | str | Path | ssl.SSLContext | None = None,
         timeout_s: float = 5.0,
     ) -> None:
         """
         Args:
-            socket_path: the daemon's Unix socket; default as `forebay serve` chooses it.
+            socket_path: the daemon's Unix socket, or "tcp://host:port"; default as `forebay serve` chooses it.
             token: credentials; None takes FOREBAY_TOKEN, or what the file FOREBAY_TOKEN_FILE holds.
             engine_id: sessions of one engine may share leases; rank: its rank in the engine.
+            tls: over TCP: True trusts the system's authorities, a path those of a PEM file; or a context of your own.
             timeout_s: deadline of every call that names none.
+        Raises: ValueError: no such address, or TLS on a Unix socket; OSError: the PEM file can't be read.
         """
         if timeout_s <= 0:
             raise ValueError(f"timeout_s is {timeout_s}: a call needs some time")
-        self.path = Path(socket_path) if socket_path is not None else default_socket_path()
+        self.address = parse_address(socket_path) if socket_path is not None else default_socket_path()
+        self.remote = isinstance(self.address, TcpAddress)
+        if tls and not self.remote:
+            raise ValueError("TLS is for TCP: a Unix socket leaves this machine by no wire")
+        self.tls = client_context(tls) if tls else None
         self.engine_id = engine_id
         self.rank = rank
         self.timeout_s = timeout_s
@@ -109,6 +170,8 @@ class ClientCore:
         self._retry_at_s = 0.0
         self._retry_wait_s = _RETRY_CONNECT_S
         self._last_error: ClientError | None = None
+        self._lanes: list[Lane] = []  # idle
+        self.spare = Spare()
 
     # --- sessions -------------------------------------------------------------------------------------------------
 
@@ -171,20 +234,48 @@ class ClientCore:
             )
             pending = transport.start(hello, deadline_s)
             reply: wire.HelloReply = yield Sent(transport, pending, deadline_s)
-            if len(pending.descriptors) != 1:
-                raise DaemonUnavailable("the daemon sent no board of generations")
-            memory = SharedMemory(
-                board=pending.descriptors[0],
-                board_bytes=reply.board_bytes,
-                extent_bytes=reply.extent_bytes,
-                read_only=reply.read_only,
-            )
+            memory = self._map_board(pending, reply)
         except BaseException:
             with self._state:
                 self._to_settle.extend(settled)  # said again next time: settling twice is harmless
             transport.close()
             raise
         return Life(transport, reply.session, reply.boot_epoch, reply.domain, memory)
+
+    def _map_board(self, pending: Pending, reply: wire.HelloReply) -> SharedMemory:
+        if self.remote:
+            return NoMemory()
+        if len(pending.descriptors) != 1:
+            raise DaemonUnavailable("the daemon sent no board of generations")
+        return SharedMemory(
+            board=pending.descriptors[0],
+            board_bytes=reply.board_bytes,
+            extent_bytes=reply.extent_bytes,
+            read_only=reply.read_only,
+        )
+
+    def take_lane(self, deadline_s: float) -> Op[Lane]:
+        """A connection for payload: an idle one, or a new one. Give it back by `give_lane`."""
+        yield Turn(deadline_s)
+        try:
+            with self._state:
+                while self._lanes:
+                    lane = self._lanes.pop()
+                    if not lane.transport.closed:
+                        return lane
+            return Lane((yield from self._introduce(deadline_s)))
+        except BaseException:
+            self._turns.release()
+            raise
+
+    def give_lane(self, lane: Lane, *, clean: bool) -> None:
+        """`clean`: nothing is under way on it. One that isn't is closed, which ends at the daemon whatever it was doing."""
+        self._turns.release()
+        with self._state:
+            if clean and not self._closed and not lane.transport.closed:
+                self._lanes.append(lane)
+                return
+        lane.transport.close()
 
     def _end(self, life: Life) -> None:
         """A session has ended: unmap what it mapped as soon as its last copy ends."""
@@ -207,6 +298,8 @@ class ClientCore:
     def finished(self, life: Life) -> None:
         """Nothing touches an ended life's memory any more."""
         life.memory.close()
+        if self.remote:
+            return  # the daemon has settled all at the session's end: nothing was shared
         with self._state:
             self._to_settle.append(life.session)
             now = self._life
@@ -224,11 +317,15 @@ class ClientCore:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        with self._state:
+            lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            lane.transport.close()
         life = self._life
         if life is not None:
             with life.lock:
                 idle = life.holders == 0
-            if idle and not life.transport.closed:
+            if idle and not life.transport.closed and not self.remote:
                 # Unmapped and said so: the daemon need not keep anything for this process.
                 extents = list(life.memory.extents)
                 life.memory.close()

@@ -1,6 +1,7 @@
-"""Requests and replies over one Unix socket: blocking for `Client`, on the event loop for `AsyncClient`.
+"""Requests and replies over one socket: blocking for `Client`, on the event loop for `AsyncClient`.
 
-Covers connecting, matching replies to requests, deadlines, and what happens to a reply that nobody waits for any more.
+Covers matching replies to requests, payload that goes with them, deadlines, and what happens to a reply that nobody waits for
+any more.
 Knows verbs only by their reply types. Always true: a wait ends by its deadline; a lease or an allocation that arrives too late
 is given back; when the connection breaks every wait ends with `DaemonUnavailable`.
 """
@@ -11,17 +12,29 @@ import asyncio
 import os
 import select
 import socket
+import ssl
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Final, Protocol, get_args
 
 import msgspec
 
+from forebay.clients.connecting import connect, connect_on_loop
 from forebay.kvstore import wire
-from forebay.kvstore.errors import ClientError, DaemonTimeout, DaemonUnavailable, ProtocolError, UsedAfterFork
+from forebay.kvstore.address import Address
+from forebay.kvstore.errors import (
+    ClientError,
+    DaemonTimeout,
+    DaemonUnavailable,
+    MalformedFrame,
+    ProtocolError,
+    UsedAfterFork,
+)
 from forebay.kvstore.framing import FrameBuffer, FrameSocket
 from forebay.kvstore.looking import Looking
+from forebay.kvstore.payload import PIECE_BYTES, Arriving, Sink, Views
+from forebay.kvstore.tls import Stream, pending_bytes
 from forebay.kvstore.wire import Kind, Request, encode_frame
 
 MAX_REPLY_BYTES: Final = 256 << 20
@@ -42,13 +55,21 @@ _MAX_NOTICES: Final = 1024  # kept for callers that ask; the oldest go
 _LOADED: Final = msgspec.msgpack.Decoder(wire.Loaded)
 
 
+# Of a reply that payload follows: where that goes. Raises DaemonUnavailable for a reply that can't be true.
+Expects = Callable[[Any], Arriving]
+# Of a request's id: the payload that follows it.
+Payload = Callable[[int], Views]
+
+
 class Pending:
-    """A request that was sent."""
+    """A request that was sent. With `expects` it has ended when the payload that follows its reply is here, too."""
 
-    __slots__ = ("abandoned", "decoder", "descriptors", "done", "error", "future", "reply")
+    __slots__ = ("abandoned", "arriving", "decoder", "descriptors", "done", "error", "expects", "future", "reply")
 
-    def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+    def __init__(self, decoder: msgspec.msgpack.Decoder[Any], expects: Expects | None = None) -> None:
         self.decoder = decoder
+        self.expects = expects
+        self.arriving: Arriving | None = None
         self.reply: Any = None
         self.error: Exception | None = None
         self.descriptors: list[int] = []
@@ -84,11 +105,19 @@ class Replies:
         self.loaded: dict[int, int] = {}  # notices: ticket -> blocks
         self.fault: ProtocolError | None = None  # why the daemon ended the session
 
-    def register(self, request: Request[Any]) -> tuple[bytes, Pending]:
+    def register(self, request: Request[Any], expects: Expects | None = None) -> tuple[int, bytes, Pending]:
+        """Its id, its frame, and what becomes of it."""
         self._last_id = self._last_id % 0xFFFFFFFF + 1
-        pending = Pending(_DECODERS[type(request)])
+        pending = Pending(_DECODERS[type(request)], expects)
         self._pending[self._last_id] = pending
-        return encode_frame(Kind.REQUEST, self._last_id, request), pending
+        return self._last_id, encode_frame(Kind.REQUEST, self._last_id, request), pending
+
+    def payload_arrives(self, request_id: int, length: int) -> Sink:
+        """Who takes a payload frame's body. Raises: ProtocolError: nobody."""
+        pending = self._pending.get(request_id)
+        if pending is None or pending.arriving is None or not 0 < length <= pending.arriving.left:
+            raise MalformedFrame(f"the daemon sent a payload frame of {length} bytes that no reply has announced")
+        return pending.arriving
 
     def receive(self, kind: int, request_id: int, body: memoryview, inbox: FrameBuffer) -> tuple[Pending | None, Any]:
         """File one frame. Returns the request that ended by it, and what undoes it when nobody waits.
@@ -101,7 +130,11 @@ class Replies:
                 del self.loaded[next(iter(self.loaded))]
             return None, None
         pending = self._pending.pop(request_id, None)
-        if kind == Kind.ERROR:
+        if kind == Kind.PAYLOAD:
+            if pending is not None and pending.arriving is not None and pending.arriving.left:
+                self._pending[request_id] = pending
+                return None, None
+        elif kind == Kind.ERROR:
             error = wire.decode_error(body)
             if pending is None:
                 self.fault = error  # of the session, not of one request
@@ -113,6 +146,11 @@ class Replies:
             except (msgspec.DecodeError, msgspec.ValidationError) as exc:
                 pending.error = DaemonUnavailable(f"the daemon's answer can't be read: {exc}")
             self._claim(pending, inbox)
+            if pending.expects is not None and pending.error is None:
+                pending.arriving = pending.expects(pending.reply)
+                if pending.arriving.left:
+                    self._pending[request_id] = pending
+                    return None, None
         if pending is None:
             return None, None
         pending.done = True
@@ -146,23 +184,24 @@ class Transport(Protocol):
 
     closed: bool
 
-    def start(self, request: Request[Any], deadline_s: float | None = None) -> Pending:
-        """Send a request. Raises: DaemonUnavailable; DaemonTimeout (the daemon stopped reading); UsedAfterFork."""
+    def start(
+        self,
+        request: Request[Any],
+        deadline_s: float | None = None,
+        *,
+        payload: Payload | None = None,
+        expects: Expects | None = None,
+    ) -> Pending:
+        """Send a request, and its payload. Raises: DaemonUnavailable; DaemonTimeout (the daemon stopped reading);
+        UsedAfterFork."""
 
     def close(self) -> None: ...
 
 
-def _connect_error(path: Path, exc: OSError) -> DaemonUnavailable:
-    hint = (
-        "is `forebay serve` running?" if isinstance(exc, (FileNotFoundError, ConnectionRefusedError)) else exc.strerror
-    )
-    return DaemonUnavailable(f"no daemon answers at {path}: {hint}")
-
-
-def _gone(replies: Replies, path: Path) -> ClientError:
+def _gone(replies: Replies, address: Address) -> ClientError:
     if replies.fault is not None:
         return DaemonUnavailable(f"the daemon ended the session: {replies.fault}")
-    return DaemonUnavailable(f"the connection to the daemon at {path} broke")
+    return DaemonUnavailable(f"the connection to the daemon at {address} broke")
 
 
 class OwnProcess:
@@ -183,29 +222,30 @@ class BlockingTransport:
     more than the round trip itself.
     """
 
-    def __init__(self, path: Path, *, timeout_s: float) -> None:
-        self.path = path
+    def __init__(self, address: Address, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
+        self.address = address
         self.closed = False
         self._replies = Replies()
-        self._inbox = FrameBuffer(MAX_REPLY_BYTES)
+        self._inbox = FrameBuffer(MAX_REPLY_BYTES, self._replies.payload_arrives)
         self._sending = threading.Lock()
         self._turn = threading.Condition()
         self._reading = False
         self._timeout_s = timeout_s
         self._process = OwnProcess()
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._sock.settimeout(timeout_s)
-            self._sock.connect(str(path))
-            self._sock.setblocking(False)
-        except OSError as exc:
-            self._sock.close()
-            raise _connect_error(path, exc) from exc
+        self._sock: Stream = connect(address, tls, timeout_s=timeout_s)
+        self._descriptors = not isinstance(address, tuple)
         self._looking = Looking()
         self._arrivals = select.poll()
         self._arrivals.register(self._sock.fileno(), select.POLLIN)
 
-    def start(self, request: Request[Any], deadline_s: float | None = None) -> Pending:
+    def start(
+        self,
+        request: Request[Any],
+        deadline_s: float | None = None,
+        *,
+        payload: Payload | None = None,
+        expects: Expects | None = None,
+    ) -> Pending:
         self._process.check()
         if deadline_s is None:
             deadline_s = time.monotonic() + self._timeout_s
@@ -213,17 +253,19 @@ class BlockingTransport:
             raise DaemonTimeout("other calls wait for the daemon to read; it may be overloaded or stopped")
         try:
             if self.closed:
-                raise _gone(self._replies, self.path)
-            frame, pending = self._replies.register(request)
+                raise _gone(self._replies, self.address)
+            request_id, frame, pending = self._replies.register(request, expects)
             try:
                 self._send(frame, deadline_s)
+                if payload is not None:
+                    self._send_payload(payload(request_id), deadline_s)
             except TimeoutError as exc:
                 self._break()
                 raise DaemonTimeout("the daemon stopped reading; it may be overloaded or stopped") from exc
             except (OSError, ValueError) as exc:
                 # A frame may have gone out in part: nothing that follows it could be understood.
                 self._break()
-                raise _gone(self._replies, self.path) from exc
+                raise _gone(self._replies, self.address) from exc
         finally:
             self._sending.release()
         return pending
@@ -238,10 +280,20 @@ class BlockingTransport:
             if sent == len(left):
                 return
             left = memoryview(left)[sent:]
-            poller = select.poll()
-            poller.register(self._sock.fileno(), select.POLLOUT)
-            if not poller.poll(max(0.0, 1e3 * (deadline_s - time.monotonic()))):
-                raise TimeoutError
+            self._await_room(deadline_s)
+
+    def _send_payload(self, payload: Views, deadline_s: float) -> None:
+        while payload.left:
+            try:
+                payload.advance(self._sock.sendmsg(payload.window(PIECE_BYTES)))
+            except BlockingIOError:
+                self._await_room(deadline_s)
+
+    def _await_room(self, deadline_s: float) -> None:
+        poller = select.poll()
+        poller.register(self._sock.fileno(), select.POLLOUT)
+        if not poller.poll(max(0.0, 1e3 * (deadline_s - time.monotonic()))):
+            raise TimeoutError
 
     def wait(self, pending: Pending, deadline_s: float) -> Any:
         """The reply. Raises: DaemonTimeout, DaemonUnavailable, or what the daemon answered (ProtocolError)."""
@@ -279,7 +331,7 @@ class BlockingTransport:
         if not self._await_arrival(timeout_s):
             return False
         try:
-            count = self._inbox.receive(self._sock, descriptors=True)
+            count = self._inbox.receive(self._sock, descriptors=self._descriptors)
             if count == 0:
                 self._break()
                 return True
@@ -303,6 +355,8 @@ class BlockingTransport:
 
         [M] in a virtual machine a round trip of two sleepers takes 64 us, of two that look 8 us. The GIL is free meanwhile.
         """
+        if pending_bytes(self._sock):
+            return True
         if _LOOK_S and self._looking.worth_it():
             look_until_s = time.perf_counter() + min(_LOOK_S, timeout_s)
             while time.perf_counter() < look_until_s:
@@ -315,7 +369,7 @@ class BlockingTransport:
     def _break(self) -> None:
         self.closed = True
         self._sock.close()
-        self._replies.fail_all(_gone(self._replies, self.path))
+        self._replies.fail_all(_gone(self._replies, self.address))
         with self._turn:
             self._turn.notify_all()
 
@@ -334,38 +388,38 @@ class BlockingTransport:
 class LoopTransport(FrameSocket):
     """One socket on the running event loop."""
 
-    def __init__(self, sock: socket.socket, path: Path) -> None:
-        super().__init__(sock, max_frame_bytes=MAX_REPLY_BYTES, descriptors=True)
-        self.path = path
+    def __init__(self, sock: Stream, address: Address) -> None:
+        local = not isinstance(address, tuple)
+        super().__init__(sock, max_frame_bytes=MAX_REPLY_BYTES, descriptors=local, payload=not local)
+        self.address = address
         self._process = OwnProcess()
         self._replies = Replies()
         self.resume()
 
     @classmethod
-    async def connect(cls, path: Path, *, timeout_s: float) -> LoopTransport:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await asyncio.get_running_loop().sock_connect(sock, str(path))
-        except TimeoutError as exc:
-            sock.close()
-            raise DaemonTimeout(f"the daemon at {path} did not accept a connection in {timeout_s} s") from exc
-        except OSError as exc:
-            sock.close()
-            raise _connect_error(path, exc) from exc
-        except BaseException:
-            sock.close()
-            raise
-        return cls(sock, path)
+    async def connect(cls, address: Address, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> LoopTransport:
+        """Raises: DaemonUnavailable, DaemonTimeout."""
+        return cls(await connect_on_loop(address, tls, timeout_s=timeout_s), address)
 
-    def start(self, request: Request[Any], deadline_s: float | None = None) -> Pending:
+    def start(
+        self,
+        request: Request[Any],
+        deadline_s: float | None = None,
+        *,
+        payload: Payload | None = None,
+        expects: Expects | None = None,
+    ) -> Pending:
         self._process.check()
         if self.closed:
-            raise _gone(self._replies, self.path)
-        frame, pending = self._replies.register(request)
+            raise _gone(self._replies, self.address)
+        request_id, frame, pending = self._replies.register(request, expects)
         self.send(frame)
+        if payload is not None:
+            self.send_payload(payload(request_id))
         return pending
+
+    def payload_arrives(self, request_id: int, length: int) -> Sink:
+        return self._replies.payload_arrives(request_id, length)
 
     async def wait(self, pending: Pending, deadline_s: float) -> Any:
         """The reply. Raises: DaemonTimeout, DaemonUnavailable, or what the daemon answered (ProtocolError)."""
@@ -392,7 +446,7 @@ class LoopTransport(FrameSocket):
     def frame_received(self, kind: int, request_id: int, body: memoryview) -> None:
         try:
             ended, undoing = self._replies.receive(kind, request_id, body, self.inbox)
-        except (ProtocolError, msgspec.DecodeError, msgspec.ValidationError):
+        except (ProtocolError, DaemonUnavailable, msgspec.DecodeError, msgspec.ValidationError):
             self.close()
             return
         if undoing is not None and not self.closed:
@@ -404,6 +458,6 @@ class LoopTransport(FrameSocket):
         self.close()
 
     def connection_ended(self) -> None:
-        for pending in self._replies.fail_all(_gone(self._replies, self.path)):
+        for pending in self._replies.fail_all(_gone(self._replies, self.address)):
             if pending.future is not None and not pending.future.done():
                 pending.future.set_result(None)

@@ -1,4 +1,4 @@
-"""Where daemon and clients meet when nobody names a socket.
+"""Where daemon and clients meet: addresses as users write them, and the socket when nobody names one.
 
 Both sides compute the same path from the same facts, so that neither needs a setting. Leaves binding to the server
 and connecting to the clients. Always true: the folder of a default socket belongs to the caller alone, so that no
@@ -8,12 +8,63 @@ other user can put a socket of theirs in its place.
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final, NamedTuple
+from urllib.parse import urlsplit
 
 SOCKET_NAME = "forebay.sock"
 SOCKET_VARIABLE = "FOREBAY_SOCKET"
+TCP_SCHEME = "tcp://"
+# A host that vanished is noticed within some 25 s, whether data is under way (user timeout) or not (keepalive).
+_KEEPALIVE_IDLE_S: Final = 10
+_KEEPALIVE_EVERY_S: Final = 5
+_KEEPALIVE_COUNT: Final = 3
+_USER_TIMEOUT_MS: Final = 25_000
+
+
+class TcpAddress(NamedTuple):
+    """A daemon on another host, or on this one by way of TCP."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{TCP_SCHEME}[{self.host}]:{self.port}" if ":" in self.host else f"{TCP_SCHEME}{self.host}:{self.port}"
+
+
+Address = Path | TcpAddress
+
+
+def parse_address(text: str | Path) -> Address:
+    """A path of a Unix socket, or "tcp://host:port". Raises: ValueError that says what to write instead."""
+    if isinstance(text, Path):
+        return text
+    if "://" not in text:
+        return Path(text)
+    advice = f"{text!r} is no address of a daemon: write a path, or {TCP_SCHEME}HOST:PORT"
+    if not text.startswith(TCP_SCHEME):
+        raise ValueError(advice)
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname, parts.port
+    except ValueError as exc:
+        raise ValueError(advice) from exc
+    if not host or not port or parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ValueError(advice)  # a token in an address would end up in logs
+    return TcpAddress(host, port)
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Set up a TCP socket: no waiting for more to send, and an end when the other host has vanished."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_EVERY_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_COUNT)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
 
 
 def default_socket_path(environ: Mapping[str, str] | None = None, *, root: Path = Path("/")) -> Path:

@@ -278,26 +278,49 @@ class ObjectLayout:
         """
         if len(view) != self.object_bytes:
             return "size"
-        if trouble := self._prefix_trouble(view):
+        trouble, checksums = self.check_header(view, key=key, namespace=namespace, token_ids=token_ids, sealed=sealed)
+        if trouble:
             return trouble
-        _, found_key, _, found_namespace, _, _, encryption, xxh3, tokens, *checksums = self._struct.unpack_from(view)
-        if found_key != key:
-            return "key"
-        if found_namespace != namespace:
-            return "namespace"
-        if encryption:
-            return "encryption key"  # reserved: these bytes are not readable as they are
-        if token_ids is not None:
-            expected = token_ids if isinstance(token_ids, bytes) else token_words(token_ids).tobytes()
-            if tokens != expected:
-                return "tokens"
-        if (xxh3 or sealed) and xxh3 != self._header_xxh3(view):
-            return "header checksum"
         payload = memoryview(view)[self.header_bytes :]
         for index, ((start, end), checksum) in enumerate(zip(self.part_ranges, checksums, strict=True)):
             if xxhash.xxh3_64_intdigest(payload[start:end]) != checksum:
                 return f"part {index} checksum"
         return None
+
+    def check_header(
+        self,
+        view: Buffer,
+        *,
+        key: bytes,
+        namespace: bytes,
+        parent: bytes | None = None,
+        token_ids: TokenIds | bytes | None = None,
+        sealed: bool = False,
+    ) -> tuple[str | None, Sequence[int]]:
+        """Check the header at the start of `view`, at least header_bytes long, as `verify_object` does; "parent" if given.
+
+        Returns: what is wrong, or None; and the checksum of each part.
+        """
+        if trouble := self._prefix_trouble(view):
+            return trouble, ()
+        _, found_key, found_parent, found_namespace, _, _, encryption, xxh3, tokens, *checksums = (
+            self._struct.unpack_from(view)
+        )
+        if found_key != key:
+            return "key", ()
+        if found_namespace != namespace:
+            return "namespace", ()
+        if parent is not None and found_parent != parent:
+            return "parent", ()
+        if encryption:
+            return "encryption key", ()  # reserved: these bytes are not readable as they are
+        if token_ids is not None:
+            expected = token_ids if isinstance(token_ids, bytes) else token_words(token_ids).tobytes()
+            if tokens != expected:
+                return "tokens", ()
+        if (xxh3 or sealed) and xxh3 != self._header_xxh3(view):
+            return "header checksum", ()
+        return None, checksums
 
     def _prefix_trouble(self, view: Buffer) -> str | None:
         found = bytes(view[:PREFIX_BYTES])

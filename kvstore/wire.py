@@ -41,6 +41,7 @@ class Kind(IntEnum):
     REPLY = 2
     ERROR = 3
     NOTICE = 4
+    PAYLOAD = 5  # whole objects, side by side; the id is that of the request they belong to
 
 
 class SlotStatus(IntEnum):
@@ -230,6 +231,47 @@ class Abort(Request[Done], array_like=True, tag="abort"):
     allocation: int
 
 
+class GetReply(msgspec.Struct, array_like=True):
+    """`count` objects of the leading run, each `object_bytes` long, follow in payload frames with this reply's id."""
+
+    count: int
+    object_bytes: int
+    loaded: list[tuple[str, int]] = []
+
+
+class Get(Request[GetReply], array_like=True, tag="get"):
+    """Acquire, payload and release in one, for clients that share no memory. `wait_ms` as for `acquire`."""
+
+    handle: int
+    group: int
+    keys: bytes
+    wait_ms: int = 0
+
+
+class PutReply(msgspec.Struct, array_like=True):
+    """`count`: objects that became visible. `statuses`: one SlotStatus byte an object; WRITABLE ones were written."""
+
+    count: int
+    statuses: bytes
+
+
+class Put(Request[PutReply], array_like=True, tag="put"):
+    """Allocate, payload and commit in one. `payload_bytes` of objects, all of them, follow in payload frames with this id."""
+
+    handle: int
+    group: int
+    keys: bytes
+    payload_bytes: int
+    parent: bytes = b""
+
+
+class Fill(Request[Done], array_like=True, tag="fill"):
+    """Payload of the writable objects of an allocation, and its commit. `payload_bytes` follow as for `put`."""
+
+    allocation: int
+    payload_bytes: int
+
+
 class Pin(Request[Done], array_like=True, tag="pin"):
     handle: int
     group: int
@@ -307,6 +349,9 @@ REQUESTS: Final = (
     Write,
     Commit,
     Abort,
+    Get,
+    Put,
+    Fill,
     Pin,
     Unpin,
     Delete,
@@ -331,6 +376,9 @@ AnyRequest = (
     | Write
     | Commit
     | Abort
+    | Get
+    | Put
+    | Fill
     | Pin
     | Unpin
     | Delete
@@ -374,9 +422,9 @@ def parse_header(buffer: bytes | bytearray | memoryview, offset: int, max_frame_
         raise VersionMismatch(
             f"frame has protocol version {version}, this side speaks {PROTOCOL_VERSION}; upgrade the older side"
         )
-    if not 1 <= kind <= 4 or reserved:
+    if not 1 <= kind <= 5 or reserved:
         raise MalformedFrame(f"frame header has kind {kind} and reserved bits {reserved}: not a Forebay frame")
-    if length > max_frame_bytes:
+    if length > max_frame_bytes and kind != Kind.PAYLOAD:  # whose bytes are not kept, and announced beforehand
         raise FrameTooLarge(f"frame of {length} bytes is over the limit of {max_frame_bytes}; send smaller batches")
     return kind, request_id, length
 

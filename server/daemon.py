@@ -26,12 +26,14 @@ from forebay.kvstore.index import ABSENT, RowArray, State, Table
 from forebay.kvstore.objects import ObjectLayout, seal
 from forebay.kvstore.store import Store, StorePolicy
 from forebay.kvstore.tier import ObjectKey, Tier
+from forebay.kvstore.tls import Stream
 from forebay.kvstore.wire import VERBS
 from forebay.server.auth import check_verbs
 from forebay.server.busypoll import BusyPoll
 from forebay.server.door import Connection, UnixListener
 from forebay.server.http import HttpDoor
 from forebay.server.lag import LoopLag
+from forebay.server.netdoor import TcpListener
 from forebay.server.reports import Reports
 from forebay.server.sessions import Registry
 from forebay.server.settings import BadSettings, Settings, format_bytes
@@ -97,6 +99,7 @@ class Daemon:
         self._lag: LoopLag
         self.busy_poll: BusyPoll
         self._listener: UnixListener
+        self._tcp: TcpListener | None = None
         self._http: HttpDoor | None = None
 
     # --- life -----------------------------------------------------------------------------------------------------
@@ -129,11 +132,15 @@ class Daemon:
             raise BadSettings([f"socket: {exc}"]) from exc
         try:
             self.lower = tuple(TierChannel(tier) for tier in (*self._given_lower, *_named_tiers(settings)))
+            if settings.tcp_port >= 0:
+                self._tcp = self._listen_on_tcp()
             if settings.http_port >= 0:
                 self._http = HttpDoor(self, host=settings.http_host, port=settings.http_port)
                 await self._http.start()
         except BaseException:
             self._listener.stop()
+            if self._tcp is not None:
+                self._tcp.stop()
             await self.ram.aclose()
             raise
         self._lag.start()
@@ -141,18 +148,61 @@ class Daemon:
         self._ready = True
         log.info(
             "ready",
-            extra={"socket": str(settings.socket), "http_port": self.http_port, "ram_bytes": self.ram.capacity_bytes},
+            extra={
+                "socket": str(settings.socket),
+                "tcp_port": self.tcp_port,
+                "http_port": self.http_port,
+                "ram_bytes": self.ram.capacity_bytes,
+            },
         )
 
     @property
     def http_port(self) -> int:
         return self._http.port if self._http is not None else -1
 
+    @property
+    def tcp_port(self) -> int:
+        return self._tcp.port if self._tcp is not None else -1
+
+    def _listen_on_tcp(self) -> TcpListener:
+        """Raises: BadSettings: certificate or key can't be used; OSError: the address is taken."""
+        settings = self.settings
+        try:
+            listener = TcpListener(
+                settings.tcp_host,
+                settings.tcp_port,
+                certificate=settings.tcp_tls_cert,
+                key=settings.tcp_tls_key,
+                handshake_s=settings.tcp_handshake_s,
+                may_accept=self._has_room,
+                accepted=self._accepted_from_network,
+            )
+        except OSError as exc:
+            raise BadSettings(
+                [
+                    f"tcp_tls_cert, tcp_tls_key: can't be used ({exc.strerror or exc}): give a PEM certificate and its key"
+                ]
+            ) from exc
+        listener.start()
+        return listener
+
+    def _has_room(self, others: int = 0) -> bool:
+        """Whether more sockets than sessions could ever be are open already: not even a hello is read then."""
+        return len(self._connections) + others < 2 * self.settings.max_sessions
+
     def _accepted(self, sock: socket.socket) -> None:
         connection = Connection(sock, max_frame_bytes=self.settings.max_frame_bytes)
-        if len(self._connections) >= 2 * self.settings.max_sessions:
-            connection.close()  # more sockets than sessions could ever be: not even a hello is read
+        if not self._has_room():
+            connection.close()
             return
+        self._begin(connection)
+
+    def _accepted_from_network(self, sock: Stream, deadline_s: float) -> None:
+        connection = Connection(sock, max_frame_bytes=self.settings.max_frame_bytes, remote=True)
+        connection.introduce_until(deadline_s)
+        self._begin(connection)
+
+    def _begin(self, connection: Connection) -> None:
         self._connections.add(connection)
         connection.start(SessionVerbs(self, connection))
 
@@ -186,6 +236,8 @@ class Daemon:
         self.draining = True
         self._ready = False
         self._listener.stop()
+        if self._tcp is not None:
+            self._tcp.stop()
         deadline_s = started_s + self.settings.drain_s
         # A look now and then, instead of an event that every release would have to tell.
         while time.monotonic() < deadline_s and self._busy():  # noqa: ASYNC110
@@ -224,9 +276,17 @@ class Daemon:
     def domain_of(self, tenant: str, uid: int | None) -> RamDomain:
         """The trust domain of a peer: tenant and uid. Within it clients trust each other, as ranks of one engine do.
 
-        `uid` is None for those who come over the network: they share one domain a tenant, and never its memory.
+        `uid` is None for those who come over the network: they map no memory, and what they send is verified. With a token they
+        share blocks with the engines of `network_uid`; without a table nobody knows who they are, and they have a domain of
+        their own.
         """
-        user = NET if uid is None else uid
+        user: int | str
+        if uid is not None:
+            user = uid
+        elif not self.access.required:
+            user = NET
+        else:
+            user = os.getuid() if self.settings.network_uid is None else self.settings.network_uid
         options = self.settings.domain(tenant, user)
         return self.ram.domain(f"{tenant}/{user}", read_only=options.read_only)
 

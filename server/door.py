@@ -1,8 +1,9 @@
 """The session door's sockets: frames in, frames and file descriptors out.
 
-Covers the Unix listener and one `Connection` a peer: requests in, answers out, bounds and back-pressure. Bytes are cut into
-frames by kvstore/framing.py; what a request means is decided by the `Handler`. Always true: no request, however malformed,
-raises out of here; a peer that doesn't read costs bounded memory and then its session.
+Covers the Unix listener (TCP's is server/netdoor.py) and one `Connection` a peer: requests in, answers out, payload on its way,
+bounds and back-pressure. Bytes are cut into frames by kvstore/framing.py; what a request means is decided by the `Handler`.
+Always true: no request, however malformed, raises out of here; a peer that doesn't read costs bounded memory and then its
+session.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -25,20 +26,36 @@ from forebay.kvstore import errors
 from forebay.kvstore.address import fallback_folder, private_folder
 from forebay.kvstore.errors import ForebayError, MalformedFrame, ProtocolError
 from forebay.kvstore.framing import FrameSocket
+from forebay.kvstore.payload import Sink, Views, framed, framed_bytes
+from forebay.kvstore.tls import Stream
 from forebay.kvstore.wire import (
     AnyRequest,
+    Fill,
     Kind,
+    Put,
     decode_request,
     encode_error,
     encode_frame,
 )
+from forebay.server.incoming import Incoming
 
 log = logging.getLogger("forebay.door")
 
 _MAX_RUNNING: Final = 64  # requests of one peer in work at once; more wait in its socket
+_MAX_SENDING: Final = 8  # payloads on their way to one peer; further requests wait in its socket
 _SO_PEERPIDFD: Final = 77  # Linux 6.5
 
-Answer = msgspec.Struct | tuple[msgspec.Struct, Sequence[int]]
+
+class Objects(msgspec.Struct):
+    """Payload that follows a reply: `count` objects of `object_bytes`, drawn as they are sent; then `ended` is called once."""
+
+    count: int
+    object_bytes: int
+    objects: Iterator[memoryview]
+    ended: Callable[[], None]
+
+
+Answer = msgspec.Struct | tuple[msgspec.Struct, Sequence[int] | Objects]
 
 
 class DaemonAlreadyRunning(ForebayError):
@@ -56,22 +73,31 @@ class Handler(Protocol):
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """Who connected, as the kernel says."""
+    """Who connected, as the kernel says. Over TCP it says nothing: all are 0, and `remote` is true."""
 
     pid: int
     uid: int
     gid: int
+    remote: bool = False
 
 
 class Connection(FrameSocket):
     """One peer's requests: decoded, handed to the handler, answered in whatever order they end."""
 
-    def __init__(self, sock: socket.socket, *, max_frame_bytes: int) -> None:
-        super().__init__(sock, max_frame_bytes=max_frame_bytes, descriptors=False)
+    def __init__(self, sock: Stream, *, max_frame_bytes: int, remote: bool = False) -> None:
+        """`remote`: over TCP. Such a peer gets no descriptors, and payload travels inline."""
+        super().__init__(sock, max_frame_bytes=max_frame_bytes, descriptors=False, payload=remote)
         self._running: set[asyncio.Task[None]] = set()
         self._handler: Handler | None = None
-        pid, uid, gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        self.peer = Peer(pid, uid, gid)
+        self._sending = 0
+        self._late: asyncio.TimerHandle | None = None
+        self.incoming: Incoming | None = (
+            None  # the payload of the `put` or `fill` that came last, until all of it is here
+        )
+        if remote:
+            self.peer = Peer(0, 0, 0, remote=True)
+        else:
+            self.peer = Peer(*struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)))
 
     def open_pidfd(self) -> int | None:
         """A pidfd of the peer's process, or None where the kernel can't name it (another pid namespace).
@@ -95,15 +121,51 @@ class Connection(FrameSocket):
         self._handler = handler
         self.resume()
 
+    def introduce_until(self, deadline_s: float) -> None:
+        """Drop the peer at this time of the loop's clock, unless it is `introduced` by then."""
+        self._late = self._loop.call_at(deadline_s, self._too_late)
+
+    def introduced(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+
+    def _too_late(self) -> None:
+        log.warning("dropped a peer that did not introduce itself in time")
+        self.close()
+
     def may_take_more(self) -> bool:
-        return len(self._running) < _MAX_RUNNING
+        if self.incoming is not None and not self.incoming.ready:
+            return False
+        return len(self._running) < _MAX_RUNNING and self._sending < _MAX_SENDING
+
+    def payload_arrives(self, request_id: int, length: int) -> Sink:
+        incoming = self.incoming
+        if incoming is None or incoming.request_id != request_id or not 0 < length <= incoming.left:
+            raise MalformedFrame(
+                f"a payload frame of {length} bytes for request {request_id}, which has announced no such"
+            )
+        return incoming
+
+    def _announced(self, request_id: int, request: AnyRequest) -> None:
+        """Note that payload follows a request."""
+        if isinstance(request, (Put, Fill)) and self.peer.remote:
+            if self.incoming is not None:
+                raise MalformedFrame(f"a request with payload while {self.incoming.left} bytes of another are missing")
+            if request.payload_bytes > 0:
+                self.incoming = Incoming(request_id, request.payload_bytes, self.resume)
 
     def frame_received(self, kind: int, request_id: int, body: memoryview) -> None:
         assert self._handler is not None
+        if kind == Kind.PAYLOAD:
+            if self.incoming is not None and not self.incoming.left:
+                self.incoming = None
+            return
         try:
             if kind != Kind.REQUEST:
                 raise MalformedFrame(f"a client sends requests only, not frames of kind {kind}")
-            outcome = self._handler.handle(decode_request(body))
+            request = decode_request(body)
+            self._announced(request_id, request)
+            outcome = self._handler.handle(request)
         except Exception as exc:
             self._failed(request_id, exc)
             return
@@ -127,10 +189,26 @@ class Connection(FrameSocket):
         self.resume()
 
     def _answer(self, request_id: int, answer: Answer) -> None:
-        descriptors: Sequence[int] = ()
+        descriptors: Sequence[int] | Objects = ()
         if isinstance(answer, tuple):
             answer, descriptors = answer
-        self.send(encode_frame(Kind.REPLY, request_id, answer), descriptors)
+        if isinstance(descriptors, Objects):
+            self.send(encode_frame(Kind.REPLY, request_id, answer))
+            self._send_objects(request_id, descriptors)
+        else:
+            self.send(encode_frame(Kind.REPLY, request_id, answer), descriptors)
+
+    def _send_objects(self, request_id: int, objects: Objects) -> None:
+        self._sending += 1
+
+        def ended() -> None:
+            self._sending -= 1
+            objects.ended()
+            self._loop.call_soon(self.resume)
+
+        size = framed_bytes(objects.object_bytes, objects.count)
+        views = framed(request_id, objects.object_bytes, objects.count, ((view,) for view in objects.objects))
+        self.send_payload(Views(views, size, ended))
 
     def notice(self, ticket: int, body: msgspec.Struct) -> None:
         self.send(encode_frame(Kind.NOTICE, ticket, body))
@@ -138,6 +216,8 @@ class Connection(FrameSocket):
     def _failed(self, request_id: int, exc: Exception) -> None:
         # The top of a request: whatever went wrong inside ends as a typed answer, and the daemon goes on.
         error = as_protocol_error(exc)
+        if self.incoming is not None and self.incoming.request_id == request_id:
+            self.incoming.refuse()
         self.send(encode_error(request_id, error))
         if error.fatal:
             self._end(error)
@@ -152,8 +232,11 @@ class Connection(FrameSocket):
         self.close_after_sending()
 
     def connection_ended(self) -> None:
+        self.introduced()
         for task in self._running:
             task.cancel()
+        if self.incoming is not None:
+            self.incoming.cut()
         if self._handler is not None:
             self._handler.closed()
 

@@ -62,6 +62,7 @@ class Allocation:
     parts: int
     size_bytes: int
     deadline_s: float
+    filling: bool = False  # its payload is on its way from the network
 
 
 @dataclass
@@ -77,6 +78,7 @@ class Session:
     domain: RamDomain
     close: Callable[[], None]
     principal: Principal = LOCAL
+    remote: bool = False  # over TCP: it maps no memory, so its end settles all that it held
     started_s: float = field(default_factory=time.monotonic)
     handles: dict[int, Namespace] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)
@@ -228,8 +230,10 @@ class Registry:
             + [number for number, extent in tier.retired.items() if session in extent.mapped_by],
         )
         self._transfer_mappings(session, orphan.session)
-        if self._process_is_gone(session.pidfd):
+        if session.remote or self._process_is_gone(session.pidfd):
             self._settle(orphan)
+            session.leases.clear()  # whoever still sends from them, or fills places, finds nothing to give back
+            session.allocations.clear()
             return
         if not (orphan.leases or detached or orphan.extents):
             self._close_pidfd(orphan)

@@ -115,6 +115,10 @@ def _port(value: object) -> object:
     return -1 if isinstance(value, str) and value.strip().lower() in ("none", "off") else value
 
 
+def _none_if_empty(value: object) -> object:
+    return None if value == "" else value
+
+
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
@@ -176,6 +180,29 @@ class Settings(BaseSettings):
     )
     http_port: Annotated[int, BeforeValidator(_port)] = Field(
         default=7090, ge=-1, le=65535, description="port of the HTTP door; 0 takes a free one, off (-1) closes the door"
+    )
+    tcp_host: str = Field(
+        default="127.0.0.1", description="address of the session door on TCP; others than loopback need tokens"
+    )
+    tcp_port: Annotated[int, BeforeValidator(_port)] = Field(
+        default=-1,
+        ge=-1,
+        le=65535,
+        description="port of the session door on TCP; 0 takes a free one, off (-1) closes the door",
+    )
+    tcp_tls_cert: Annotated[Path | None, BeforeValidator(_none_if_empty)] = Field(
+        default=None, description="PEM file of the TCP door's certificate chain; with it the door is TLS"
+    )
+    tcp_tls_key: Annotated[Path | None, BeforeValidator(_none_if_empty)] = Field(
+        default=None, description="PEM file of the certificate's private key"
+    )
+    tcp_handshake_s: Seconds = Field(
+        default=5.0, gt=0, description="longest time from a TCP connection to its introduction; later it is dropped"
+    )
+    network_uid: Annotated[int | None, BeforeValidator(_none_if_empty)] = Field(
+        default=None,
+        ge=0,
+        description="user whose trust domain those share who come over the network with a token; default the daemon's own",
     )
     extent_bytes: Bytes = Field(
         default=64 * MIB, description="step in which shared memory grows; a power of two of at least 1MiB"
@@ -311,7 +338,7 @@ class Settings(BaseSettings):
         """A TOML file that gives these settings; those at their default stand in it as comments."""
         lines = []
         for name, field in type(self).model_fields.items():
-            value = self.shown()[name] if _kind(name) else self.model_dump(mode="json", exclude_none=True)[name]
+            value = self.shown()[name] if _kind(name) else self.model_dump(mode="json", exclude_none=True).get(name, "")
             mark = "# " if self.provenance()[name] == "default" else ""
             lines += [f"# {field.description}", f"{mark}{name} = {_toml(value)}", ""]
         return "\n".join(lines[:-1]) + "\n"
@@ -396,6 +423,19 @@ class Settings(BaseSettings):
             )
         if self.unix_rights and not self.credentials:
             raise ValueError("unix_rights is set without credentials: then Unix sessions have all rights; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _tcp_door_is_guarded(self) -> Settings:
+        # Invariant: every network door is authenticated or loopback-only.
+        if self.tcp_port != -1 and not self.credentials and not is_loopback(self.tcp_host):
+            raise ValueError(
+                f"tcp_host = {self.tcp_host!r} is not a loopback address, and without credentials the TCP door asks for "
+                "none: write 127.0.0.1 or ::1, or add credentials (`forebay token new`)"
+            )
+        if (self.tcp_tls_cert is None) != (self.tcp_tls_key is None):
+            missing = "tcp_tls_key" if self.tcp_tls_key is None else "tcp_tls_cert"
+            raise ValueError(f"{missing} is not set: TLS needs both tcp_tls_cert and tcp_tls_key")
         return self
 
     @model_validator(mode="after")
@@ -550,8 +590,10 @@ def _show(name: str, value: Any) -> str:
         return format_bytes(value)
     if _kind(name) == "mode":
         return f"{value:04o}"
-    if name == "http_port" and value == -1:
+    if name in ("http_port", "tcp_port") and value == -1:
         return "off"
+    if value is None:
+        return ""
     if isinstance(value, tuple):
         return ",".join(value)
     if isinstance(value, dict):

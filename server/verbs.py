@@ -33,6 +33,7 @@ from forebay.kvstore.keys import KEY_BYTES
 from forebay.kvstore.objects import ObjectLayout
 from forebay.server.auth import VERB_RIGHTS
 from forebay.server.door import Answer, Connection
+from forebay.server.inline import LOCAL_ONLY, REMOTE_ONLY, InlineVerbs, refuse
 from forebay.server.sessions import Allocation, Lease, Namespace, Session
 from forebay.tiers.extents import Extent
 
@@ -99,6 +100,9 @@ class SessionVerbs:
             wire.Stats: self._stats,
             wire.Explain: self._explain,
         }
+        inline = InlineVerbs(self, connection)
+        self._methods |= {wire.Get: inline.get, wire.Put: inline.put, wire.Fill: inline.fill}
+        self._methods |= dict.fromkeys(LOCAL_ONLY if connection.peer.remote else REMOTE_ONLY, refuse)
 
     @property
     def session(self) -> Session:
@@ -133,7 +137,7 @@ class SessionVerbs:
                 f"the client speaks protocol versions {request.version_min} to {request.version_max}, this daemon "
                 f"{wire.PROTOCOL_VERSION}: upgrade the older side"
             )
-        principal = daemon.access.authenticate(request.token, unix=True)
+        principal = daemon.access.authenticate(request.token, unix=not self._connection.peer.remote)
         if daemon.draining:
             raise Draining("the daemon is shutting down")
         if len(daemon.registry.sessions) >= settings.max_sessions:
@@ -145,17 +149,18 @@ class SessionVerbs:
             raise OverLimit(
                 f"this process left {MAX_ORPHANS} sessions whose memory it may still touch: settle them first"
             )
-        domain = daemon.domain_of(principal.tenant, peer.uid)
+        domain = daemon.domain_of(principal.tenant, None if peer.remote else peer.uid)
         session = Session(
             id=os.urandom(16),
             engine_id=request.engine_id,
             rank=request.rank,
             pid=peer.pid,
             uid=peer.uid,
-            pidfd=self._connection.open_pidfd(),
+            pidfd=None if peer.remote else self._connection.open_pidfd(),
             domain=domain,
             close=self._connection.close,
             principal=principal,
+            remote=peer.remote,
         )
         self._session = session
         daemon.registry.add(session)
@@ -170,16 +175,17 @@ class SessionVerbs:
                 "principal": principal.name,
             },
         )
+        self._connection.introduced()
         reply = wire.HelloReply(
             session=session.id,
             boot_epoch=daemon.boot_epoch,
             domain=domain.domain_name,
             read_only=domain.read_only or "write" not in principal.rights,
             extent_bytes=settings.extent_bytes,
-            board_bytes=domain.board.size_bytes,
+            board_bytes=0 if peer.remote else domain.board.size_bytes,
             max_frame_bytes=settings.max_frame_bytes,
         )
-        return reply, [domain.board.fd]
+        return reply if peer.remote else (reply, [domain.board.fd])
 
     def _settle(self, request: wire.Settle) -> Answer:
         return wire.Done(self._daemon.registry.settle(self.session, request.previous))
@@ -380,6 +386,8 @@ class SessionVerbs:
         session, daemon = self.session, self._daemon
         parent = request.parent or namespace.id
         layout = namespace.layouts[request.group]
+        if request.parts and self.session.remote:
+            raise BadRequest("over TCP an object is written whole: leave parts out")
         if len(parent) != KEY_BYTES:
             raise BadRequest(f"parent key has {len(parent)} bytes, not {KEY_BYTES}")
         parts_count = len(layout.part_bytes)
@@ -488,6 +496,8 @@ class SessionVerbs:
         allocation = self.session.allocations.get(number)
         if allocation is None:
             raise UnknownHandle(f"no allocation {number} in this session (committed, aborted, or never made)")
+        if allocation.filling:
+            raise BadRequest(f"the payload of allocation {number} is on its way")
         return allocation
 
     def _write(self, request: wire.Write) -> Answer:

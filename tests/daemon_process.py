@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import hashlib
 import json
 import os
 import select
@@ -26,6 +27,7 @@ import numpy as np
 import xxhash
 
 from forebay.kvstore import wire
+from forebay.kvstore.address import parse_address
 from forebay.kvstore.errors import ForebayError
 from forebay.kvstore.identity import NamespaceFacts
 from forebay.kvstore.wire import HEADER, Kind, Request, encode_frame
@@ -77,17 +79,45 @@ def eventually(read: Callable[[], T], good: Callable[[T], bool]) -> T:
         time.sleep(0.01)
 
 
-class DaemonProcess:
-    """One daemon process on a socket in `folder`. `lower`: with a tier in its own memory below RAM, `slow` for a slow one."""
+def free_port() -> int:
+    """A TCP port that nobody listens on now. Kept over restarts of a daemon, unlike one that it would choose."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
 
-    def __init__(self, folder: Path, *, lower: str = "", **settings: Any) -> None:
+
+class DaemonProcess:
+    """One daemon process on a socket in `folder`. `lower`: with a tier in its own memory below RAM, `slow` for a slow one.
+
+    `tcp`: with the session door on TCP, too, for those who have `token`; `tls`: with a certificate that `authority`, a PEM
+    file, has signed. Who comes by TCP shares blocks with who comes by the Unix socket.
+    """
+
+    token = "fby_of_the_tests"
+
+    def __init__(self, folder: Path, *, lower: str = "", tcp: bool = False, tls: bool = False, **settings: Any) -> None:
         self.socket = folder / "d.sock"
+        self.authority = folder / "authority.pem"
         self._log = folder / "daemon.log"
+        if tcp or tls:
+            settings = {"tcp_port": free_port(), **self._credentials()} | settings
+            self.tcp = f"tcp://127.0.0.1:{settings['tcp_port']}"
+        if tls:
+            settings |= make_certificate(folder, self.authority)
         small = {"ram_bytes": 16 * MIB, "extent_bytes": MIB, "memory_reserve_bytes": 0, "http_port": -1}
         self._settings = small | {"socket": str(self.socket), "drain_s": 0.2} | settings
         self._lower = lower
         self.process: subprocess.Popen[str]
         self.start()
+
+    def _credentials(self) -> dict[str, Any]:
+        digest = hashlib.sha256(self.token.encode()).hexdigest()
+        rights = ["read", "write", "admin"]
+        return {
+            "credentials": {"tests": {"tenant": "default", "rights": rights, "token_sha256": digest}},
+            "unix_rights": rights,
+        }
 
     def start(self) -> None:
         """Start, or start again after `kill`; returns once it serves."""
@@ -167,13 +197,29 @@ class DaemonProcess:
             exc.add_note(f"daemon's log:\n{self.log[-4000:]}")
 
 
-class RawSession:
-    """A socket to the daemon that says what it is told to, right or wrong."""
+def make_certificate(folder: Path, authority: Path) -> dict[str, str]:
+    """A certificate for 127.0.0.1 in `folder`, by an authority made for it. Returns the settings that name it."""
+    import trustme
 
-    def __init__(self, path: Path) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    signer = trustme.CA()
+    signer.cert_pem.write_to_path(str(authority))
+    issued = signer.issue_cert("127.0.0.1")
+    certificate, key = folder / "server.pem", folder / "server.key"
+    for pem in issued.cert_chain_pems:
+        pem.write_to_path(str(certificate), append=True)
+    issued.private_key_pem.write_to_path(str(key))
+    return {"tcp_tls_cert": str(certificate), "tcp_tls_key": str(key)}
+
+
+class RawSession:
+    """A socket to the daemon that says what it is told to, right or wrong. `where`: a Unix socket, or "tcp://host:port"."""
+
+    def __init__(self, where: Path | str) -> None:
+        address = parse_address(where)
+        family = socket.AF_UNIX if isinstance(address, Path) else socket.AF_INET
+        self.sock = socket.socket(family, socket.SOCK_STREAM)
         self.sock.settimeout(WAIT_S)
-        self.sock.connect(str(path))
+        self.sock.connect(str(address) if isinstance(address, Path) else address)
         self.id = b""
         self.descriptors: list[int] = []
         self._bytes = b""
@@ -222,9 +268,9 @@ class RawSession:
         self.send(request)
         return self.answer(reply_type(request))
 
-    def hello(self, engine_id: str = "", previous: Sequence[bytes] = ()) -> wire.HelloReply:
+    def hello(self, engine_id: str = "", previous: Sequence[bytes] = (), token: str = "") -> wire.HelloReply:
         version = wire.PROTOCOL_VERSION
-        reply = self.call(wire.Hello(version, version, "", engine_id, 0, list(previous)))
+        reply = self.call(wire.Hello(version, version, token, engine_id, 0, list(previous)))
         self.id = reply.session
         return reply
 

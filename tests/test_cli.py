@@ -75,7 +75,16 @@ def run(*args: str, stdin: str | None = None) -> Result:
 
 def test_version_and_help_answer_and_every_command_teaches_by_example() -> None:
     assert run("--version").stdout == f"forebay {__version__}\n"
-    for command in (["serve"], ["status"], ["stats"], ["explain"], ["config"], ["bench", "local"], ["bench", "index"]):
+    for command in (
+        ["serve"],
+        ["status"],
+        ["stats"],
+        ["explain"],
+        ["config"],
+        ["bench", "local"],
+        ["bench", "index"],
+        ["bench", "net"],
+    ):
         shown = run(*command, "--help")
         assert shown.exit_code == 0
         assert "Example" in shown.stdout and "Exit codes" in shown.stdout, command

@@ -122,7 +122,7 @@ def example_body(name: str, arguments: str) -> msgspec.Struct:
 
 
 def test_every_block_of_hex_is_an_example_that_is_checked() -> None:
-    assert len(EXAMPLE.findall(PAGE)) == PAGE.count("```hex") == 7
+    assert len(EXAMPLE.findall(PAGE)) == PAGE.count("```hex") == 9
 
 
 @pytest.mark.parametrize("example", EXAMPLE.findall(PAGE), ids=lambda example: f"{example[0]} {example[1]}")

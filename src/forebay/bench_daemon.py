@@ -2,7 +2,7 @@
 
 Run as `python -m forebay.bench_daemon '{"socket": ..., "ram_bytes": ...}'`. Prints one line of JSON when ready and one an
 answer. "gc": milliseconds of a full collection; "memory": bytes of private memory; "lag": the event loop's lag since the last
-question; "prefault": have all of the budget's memory.
+question; "prefault": have all of the budget's memory; "tcp_port": where the TCP door listens.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ async def _answer(daemon: Daemon, question: str) -> Any:
         return _gc_pause_ms()
     if question == "memory":
         return _private_bytes()
+    if question == "tcp_port":
+        return daemon.tcp_port
     if question == "lag":
         return daemon.recent_lag()
     if question == "prefault":

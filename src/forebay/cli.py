@@ -278,6 +278,20 @@ def index(
     _bench("index", as_json, quick=quick, rounds=rounds)
 
 
+@bench_app.command(epilog=EXIT_CODES)
+def net(
+    quick: Quick = False,
+    rounds: Rounds = 15,
+    size_mib: Annotated[int, typer.Option(min=1, help="Bytes moved in a round, in MiB.")] = 128,
+    as_json: AsJson = False,
+) -> None:
+    """Put and get over TCP on this machine, in ratio to bare sockets.
+
+    [bold]Example[/bold]  forebay bench net --json > net.json
+    """
+    _bench("net", as_json, quick=quick, rounds=rounds, size_mib=size_mib)
+
+
 def _bench(name: str, as_json: bool, **options: object) -> None:
     with _reported(as_json):
         found = importlib.import_module(f"forebay.bench_{name}").run(**options)

@@ -50,15 +50,41 @@ class Result:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """One daemon for the tests of a module."""
-    yield from serving(tmp_path_factory.mktemp("daemon"))
+    """One daemon for the tests of a module, on a Unix socket and on TCP."""
+    yield from serving(tmp_path_factory.mktemp("daemon"), tcp=True)
+
+
+@pytest.fixture(scope="module")
+def running_tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """One whose TCP door is TLS."""
+    yield from serving(tmp_path_factory.mktemp("tls"), tls=True)
+
+
+@pytest.fixture(params=["unix", "tcp", "tls"])
+def door(request: pytest.FixtureRequest) -> str:
+    """By which door the test's client comes. `shares_memory` leaves the Unix socket only."""
+    kind: str = request.param
+    return kind
+
+
+# For tests of what needs memory that client and daemon share.
+shares_memory = pytest.mark.parametrize("door", ["unix"], indirect=True)
 
 
 @pytest.fixture
-def daemon(running: DaemonProcess) -> Iterator[DaemonProcess]:
+def daemon(request: pytest.FixtureRequest) -> Iterator[DaemonProcess]:
     """The module's daemon, which each test must leave with nothing held."""
+    tls = "door" in request.fixturenames and request.getfixturevalue("door") == "tls"
+    running: DaemonProcess = request.getfixturevalue("running_tls" if tls else "running")
     yield running
     running.at_base()
+
+
+def where(daemon: DaemonProcess, door: str) -> tuple[Path | str, dict[str, Any]]:
+    """What a client by this door is made with."""
+    if door == "unix":
+        return daemon.socket, {}
+    return daemon.tcp, {"token": daemon.token} | ({"tls": daemon.authority} if door == "tls" else {})
 
 
 Connect = Callable[..., Any]
@@ -69,7 +95,7 @@ async def connect(request: pytest.FixtureRequest, daemon: DaemonProcess) -> Asyn
     """Makes clients of either kind: `await connect(path, **options)`. They are closed at the end."""
     made: list[Any] = []
 
-    async def make(path: Path, **options: Any) -> Any:
+    async def make(path: Path | str, **options: Any) -> Any:
         if request.param == "async":
             client: Any = await AsyncClient(path, **options).connect()
         else:
@@ -83,5 +109,6 @@ async def connect(request: pytest.FixtureRequest, daemon: DaemonProcess) -> Asyn
 
 
 @pytest.fixture
-async def client(connect: Connect, daemon: DaemonProcess) -> Any:
-    return await connect(daemon.socket)
+async def client(connect: Connect, daemon: DaemonProcess, door: str) -> Any:
+    address, options = where(daemon, door)
+    return await connect(address, **options)

@@ -10,7 +10,7 @@ import pytest
 from forebay.clients import PutResult, TierRun
 from forebay.kvstore import errors
 from forebay.kvstore.identity import GroupSpec
-from tests.clients.conftest import Connect
+from tests.clients.conftest import Connect, shares_memory, where
 from tests.daemon_process import DaemonProcess, facts_of, payload_of, tokens_of
 
 BLOCKS = 12
@@ -105,6 +105,7 @@ async def test_a_block_is_found_only_under_the_namespace_it_was_stored_in(
     assert (await space.match(prompt.keys)).blocks == BLOCKS
 
 
+@shares_memory
 async def test_an_allocation_is_filled_in_place_and_visible_only_after_its_commit(space: Any, prompt: Prompt) -> None:
     async with space.allocate(prompt.keys, prompt.tokens) as allocation:
         for slot in allocation.slots:
@@ -116,6 +117,7 @@ async def test_an_allocation_is_filled_in_place_and_visible_only_after_its_commi
         assert [bytes(view) for view in lease.views] == prompt.payloads and lease.verify() == BLOCKS
 
 
+@shares_memory
 async def test_a_commit_of_some_slots_gives_the_others_back(space: Any, prompt: Prompt) -> None:
     async with space.allocate(prompt.keys, prompt.tokens) as allocation:
         for slot in allocation.slots[:4]:
@@ -126,6 +128,7 @@ async def test_a_commit_of_some_slots_gives_the_others_back(space: Any, prompt: 
     assert (await space.match(prompt.keys)).blocks == 4
 
 
+@shares_memory
 async def test_an_allocation_that_is_not_committed_leaves_nothing(
     daemon: DaemonProcess, space: Any, prompt: Prompt
 ) -> None:
@@ -166,6 +169,7 @@ async def test_a_key_named_twice_in_a_pin_counts_once(daemon: DaemonProcess, spa
     assert (await space.explain(prompt.keys[:1]))[0]["pinned"] is False
 
 
+@shares_memory
 async def test_bytes_changed_after_their_commit_are_told_by_verify(client: Any, space: Any, prompt: Prompt) -> None:
     await space.put(prompt.keys, prompt.tokens, prompt.payloads)
     async with space.acquire(prompt.keys) as lease:
@@ -178,6 +182,7 @@ async def test_bytes_changed_after_their_commit_are_told_by_verify(client: Any, 
     await space.delete(prompt.keys)
 
 
+@shares_memory
 async def test_deleted_blocks_are_gone_also_while_a_lease_still_reads_them(space: Any, prompt: Prompt) -> None:
     await space.put(prompt.keys, prompt.tokens, prompt.payloads)
     async with space.acquire(prompt.keys) as lease:
@@ -188,11 +193,11 @@ async def test_deleted_blocks_are_gone_also_while_a_lease_still_reads_them(space
     assert (await space.explain(prompt.keys[4:5]))[0]["why"] == "deleted"
 
 
-async def test_explain_says_where_a_block_is_or_why_not(space: Any, prompt: Prompt) -> None:
+async def test_explain_says_where_a_block_is_or_why_not(space: Any, prompt: Prompt, door: str) -> None:
     await space.put(prompt.keys[:1], prompt.tokens, prompt.payloads[:1])
     async with space.acquire(prompt.keys[:1]):
         there, absent = await space.explain(prompt.keys[:2])
-    assert there["tiers"] == ["ram"] and there["leases"] == 1 and there["pinned"] is False
+    assert there["tiers"] == ["ram"] and there["leases"] == (door == "unix") and there["pinned"] is False
     assert absent["tiers"] == [] and "never stored" in absent["why"]
 
 
@@ -241,6 +246,7 @@ async def test_callers_mistakes_are_value_errors_before_anything_is_sent(space: 
         await space.get_into(prompt.keys[:1], [bytes(prompt.size)])
 
 
+@shares_memory
 async def test_a_commit_while_something_still_uses_a_slot_is_refused_and_can_be_repeated(
     space: Any, prompt: Prompt
 ) -> None:
@@ -258,15 +264,17 @@ async def test_a_commit_while_something_still_uses_a_slot_is_refused_and_can_be_
 
 
 async def test_two_clients_share_what_one_of_them_stored(
-    connect: Connect, daemon: DaemonProcess, space: Any, prompt: Prompt
+    connect: Connect, daemon: DaemonProcess, space: Any, prompt: Prompt, door: str
 ) -> None:
     await space.put(prompt.keys, prompt.tokens, prompt.payloads)
-    second = await connect(daemon.socket)
+    address, options = where(daemon, door)
+    second = await connect(address, **options)
     other = await second.open(space.facts)
     out = bytearray(BLOCKS * prompt.size)
     assert await other.get_into(prompt.keys, out, prompt.tokens) == BLOCKS and bytes(out) == b"".join(prompt.payloads)
 
 
+@shares_memory
 async def test_a_view_that_something_still_uses_keeps_its_lease(
     daemon: DaemonProcess, client: Any, space: Any, prompt: Prompt
 ) -> None:
@@ -293,3 +301,21 @@ async def test_a_closed_client_says_so(connect: Connect, daemon: DaemonProcess) 
 async def test_nothing_listening_is_unavailable_not_a_hang(connect: Connect, tmp_path: Any) -> None:
     with pytest.raises(errors.DaemonUnavailable, match="forebay serve"):
         await connect(tmp_path / "none.sock")
+
+
+async def test_what_came_by_one_door_is_found_by_the_other(
+    connect: Connect, daemon: DaemonProcess, space: Any, prompt: Prompt, door: str
+) -> None:
+    local = await (await connect(daemon.socket)).open(space.facts)
+    await local.put(prompt.keys[:5], prompt.tokens, prompt.payloads[:5])
+    stored = await space.put(prompt.keys, prompt.tokens, prompt.payloads)
+    assert stored == PutResult(stored=BLOCKS - 5, present=5)
+    for reader in (local, space):
+        async with reader.acquire(prompt.keys, prompt.tokens) as lease:
+            assert [bytes(view) for view in lease.views] == prompt.payloads and lease.verify() == BLOCKS
+
+
+@pytest.mark.parametrize("door", ["tcp", "tls"], indirect=True)
+async def test_places_to_fill_are_refused_over_the_network(space: Any, prompt: Prompt) -> None:
+    with pytest.raises(PermissionError, match="use put"):
+        await space.allocate(prompt.keys, prompt.tokens)

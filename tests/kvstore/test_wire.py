@@ -23,6 +23,7 @@ from forebay.kvstore.errors import (
     VersionMismatch,
 )
 from forebay.kvstore.framing import FrameBuffer
+from forebay.kvstore.payload import Views
 from forebay.kvstore.wire import HEADER, HEADER_BYTES, PROTOCOL_VERSION, Kind
 
 LIMIT = 1 << 20
@@ -166,7 +167,7 @@ def test_keys_are_split_into_sixteens_or_refused(keys: bytes) -> None:
 @given(header=st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
 def test_a_header_is_read_or_refused(header: bytes) -> None:
     length, version, kind, reserved, number = struct.unpack("<IBBHI", header)
-    good = version == PROTOCOL_VERSION and 1 <= kind <= 4 and not reserved and length <= LIMIT
+    good = version == PROTOCOL_VERSION and 1 <= kind <= 5 and not reserved and (length <= LIMIT or kind == Kind.PAYLOAD)
     if good:
         assert wire.parse_header(header, 0, LIMIT) == (kind, number, length)
     else:
@@ -181,7 +182,7 @@ def test_a_header_is_read_or_refused(header: bytes) -> None:
         (HEADER.pack(0, PROTOCOL_VERSION + 1, 1, 0, 0), VersionMismatch),
         (HEADER.pack(LIMIT + 1, PROTOCOL_VERSION, 1, 0, 0), FrameTooLarge),
         (HEADER.pack(2**32 - 1, PROTOCOL_VERSION, 1, 0, 0), FrameTooLarge),
-        (HEADER.pack(0, PROTOCOL_VERSION, 5, 0, 0), MalformedFrame),
+        (HEADER.pack(0, PROTOCOL_VERSION, 6, 0, 0), MalformedFrame),
         (HEADER.pack(0, PROTOCOL_VERSION, 1, 1, 0), MalformedFrame),
         (b"GET / HTTP/1.1\r\n"[:HEADER_BYTES], VersionMismatch),
     ],
@@ -231,12 +232,21 @@ bodies = st.one_of(
 def test_a_stream_cut_anywhere_gives_the_same_frames(sent: list[tuple[Kind, int, bytes]], cuts: list[int]) -> None:
     stream = b"".join(HEADER.pack(len(body), PROTOCOL_VERSION, kind, 0, number) + body for kind, number, body in sent)
     edges = sorted({0, len(stream), *(cut % (len(stream) + 1) for cut in cuts)})
-    inbox, found = FrameBuffer(LIMIT), []
+    found: list[tuple[int, int, bytes]] = []
+    arrived: list[bytearray] = []  # bodies of payload frames
+
+    def payload(number: int, length: int) -> Views:
+        arrived.append(bytearray(length))
+        view = memoryview(arrived[-1])
+        return Views((view[at : at + 1000] for at in range(0, length, 1000)), length)
+
+    inbox = FrameBuffer(LIMIT, payload)
     pieces = [stream[one:other] for one, other in itertools.pairwise(edges)]
     chunks = [piece[start : start + 50_000] for piece in pieces for start in range(0, len(piece), 50_000)]
     for _ in feed(inbox, chunks):
         found.extend(frames(inbox))
-    assert found == [(int(kind), number, body) for kind, number, body in sent]
+    assert found == [(int(kind), number, b"" if kind == Kind.PAYLOAD else body) for kind, number, body in sent]
+    assert arrived == [body for kind, _, body in sent if kind == Kind.PAYLOAD]
     assert not inbox.pending
 
 
