@@ -184,7 +184,7 @@ class NamespaceCore:
             if life is None:
                 return 0
             checksums = lease.checksums() if verify else None
-            copied = copy_out(life.memory, layout, lease.places, targets, checksums)
+            copied = copy_out(self.core.copy_threads, life.memory, layout, lease.places, targets, checksums)
             if copied < len(lease):
                 self.core.counters["corrupt"] += 1
             current = life.memory.current(lease.places[:copied])
@@ -307,7 +307,7 @@ class NamespaceCore:
                 else:
                     positions = np.array(writable, np.int64)
                     sources = [payloads[start + i] for i in writable]
-                    checksums = copy_in(life.memory, chunk.layout, places[positions], sources)
+                    checksums = copy_in(self.core.copy_threads, life.memory, chunk.layout, places[positions], sources)
                     chunk.write_headers(life.memory, places, writable, checksums)
                 commits.append(life.transport.start(wire.Commit(reply.allocation, written), deadline_s))
                 del unfinished[reply.allocation]

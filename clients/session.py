@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from forebay.clients.copying import CopyThreads, default_copy_threads
 from forebay.clients.memory import NoMemory, SharedMemory, distinct_extents
 from forebay.clients.transport import Pending, Transport
 from forebay.kvstore import wire
@@ -140,6 +141,7 @@ class ClientCore:
         token: str | None = None,
         tls: bool | str | Path | ssl.SSLContext | None = None,
         timeout_s: float = 5.0,
+        copy_threads: int | None = None,
     ) -> None:
         """
         Args:
@@ -148,6 +150,7 @@ class ClientCore:
             engine_id: sessions of one engine may share leases; rank: its rank in the engine.
             tls: over TCP: True trusts the system's authorities, a path those of a PEM file; or a context of your own.
             timeout_s: deadline of every call that names none.
+            copy_threads: threads that share the copying of large blocks, the caller's included; default 2.
         Raises: ValueError: no such address, or TLS on a Unix socket; OSError: the PEM file can't be read.
         """
         if timeout_s <= 0:
@@ -160,6 +163,7 @@ class ClientCore:
         self.engine_id = engine_id
         self.rank = rank
         self.timeout_s = timeout_s
+        self.copy_threads = CopyThreads(default_copy_threads() if copy_threads is None else copy_threads)
         self.counters: Counter[str] = Counter()
         self._token = token_from_environment() if token is None else token
         self._pid = os.getpid()
@@ -317,6 +321,7 @@ class ClientCore:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        self.copy_threads.close()
         with self._state:
             lanes, self._lanes = self._lanes, []
         for lane in lanes:
