@@ -119,7 +119,18 @@ def _stop(process: subprocess.Popen[Any]) -> None:
 @contextmanager
 def daemon(socket: Path, log: Path, ram_bytes: str) -> Iterator[None]:
     """`forebay serve` on `socket`, until the end of the block."""
-    command = [sys.executable, "-m", "forebay", "serve", "--socket", str(socket), "--http-port", "off"]
+    command = [
+        sys.executable,
+        "-m",
+        "forebay",
+        "serve",
+        "--socket",
+        str(socket),
+        "--http-port",
+        "off",
+        "--ssd-bytes",
+        "0",
+    ]
     with log.open("ab") as sink:
         process = subprocess.Popen([*command, "--ram-bytes", ram_bytes], stdout=sink, stderr=sink)
     try:

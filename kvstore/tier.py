@@ -8,7 +8,7 @@ object never changes, only its location does; `None` is a miss and an exception 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 WritableBuffer: TypeAlias = bytearray | memoryview
@@ -85,6 +85,17 @@ class SupportsListing(Protocol):
     """Lists what it holds, in no order."""
 
     def keys(self) -> Iterable[ObjectKey]: ...
+
+
+@runtime_checkable
+class SupportsStats(Protocol):
+    """Tells about itself."""
+
+    def stats(self) -> dict[str, Any]:
+        """Gauges by name, counters in a table named `counters`, tables of the same kind."""
+
+    def health(self) -> list[str]:
+        """What is wrong and what to do about it, a line each; empty when all is well."""
 
 
 class Reservation(Protocol):

@@ -19,13 +19,13 @@ from importlib.metadata import entry_points
 from typing import Any, Final
 
 from forebay import __version__
-from forebay.kvstore.channel import TierChannel
+from forebay.kvstore.channel import ChannelPolicy, TierChannel
 from forebay.kvstore.errors import BadRequest, OverLimit, UnknownHandle
 from forebay.kvstore.identity import NamespaceFacts, namespace_id
 from forebay.kvstore.index import ABSENT, RowArray, State, Table
 from forebay.kvstore.objects import ObjectLayout, seal
 from forebay.kvstore.store import Store, StorePolicy
-from forebay.kvstore.tier import ObjectKey, Tier
+from forebay.kvstore.tier import ObjectKey, SupportsStats, Tier
 from forebay.kvstore.tls import Stream
 from forebay.kvstore.wire import VERBS
 from forebay.server.auth import check_verbs
@@ -39,6 +39,7 @@ from forebay.server.sessions import Registry
 from forebay.server.settings import BadSettings, Settings, format_bytes
 from forebay.server.verbs import SessionVerbs
 from forebay.tiers.ram import RamDomain, RamTier
+from forebay.tiers.ssd import SsdTier
 
 log = logging.getLogger("forebay.daemon")
 
@@ -47,6 +48,9 @@ _SWEEP_S: Final = 0.25
 _KEYS_A_TURN: Final = 256  # of a batch that needs no waiting: some 2 ms, then others get their turn
 _GONE_REMEMBERED: Final = 8192
 _MAX_PINNED_SHARE: Final = 0.5
+# Disks are fast only with several requests under way, and a commit is shared by all that wait for one.
+_SSD_POLICY: Final = ChannelPolicy(concurrency=24, store_concurrency=12, prior_latency_s=3e-4)
+_COPY_WORKERS: Final = 12
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,11 @@ class Daemon:
         except ValueError as exc:
             raise BadSettings([f"socket: {exc}"]) from exc
         try:
-            self.lower = tuple(TierChannel(tier) for tier in (*self._given_lower, *_named_tiers(settings)))
+            named = _named_tiers(settings)
+            self.lower = tuple(
+                TierChannel(tier, policy=_SSD_POLICY if isinstance(tier, SsdTier) else None)
+                for tier in (*self._given_lower, *_ssd_tier(settings), *named)
+            )
             if settings.tcp_port >= 0:
                 self._tcp = self._listen_on_tcp()
             if settings.http_port >= 0:
@@ -141,6 +149,8 @@ class Daemon:
             self._listener.stop()
             if self._tcp is not None:
                 self._tcp.stop()
+            for channel in self.lower:
+                await channel.aclose()
             await self.ram.aclose()
             raise
         self._lag.start()
@@ -310,7 +320,11 @@ class Daemon:
                 self.lower,
                 verify=verify,
                 seal=seal,
-                settings=StorePolicy(write_policy=self.settings.write_policy),
+                settings=StorePolicy(
+                    write_policy=self.settings.write_policy,
+                    copy_bytes_per_s=self.settings.copy_bytes_per_s,
+                    copy_workers=_COPY_WORKERS,
+                ),
             )
         return store
 
@@ -437,7 +451,8 @@ class Daemon:
     def stats(self) -> dict[str, Any]:
         tiers: dict[str, Any] = {self.ram.name: self.ram.stats()}
         for channel in self.lower:
-            tiers[channel.name] = channel.stats()
+            own = channel.tier.stats() if isinstance(channel.tier, SupportsStats) else {}
+            tiers[channel.name] = {**own, **channel.stats()}
         return {
             "version": __version__,
             "uptime_s": time.monotonic() - self._started_s,
@@ -462,7 +477,11 @@ class Daemon:
             reasons.append(
                 f"{quarantined} bytes are quarantined for processes that neither ended nor settled: look for stopped engines"
             )
-        reasons.extend(f"tier {channel.name} is down" for channel in self.lower if not channel.healthy)
+        for channel in self.lower:
+            told = channel.tier.health() if isinstance(channel.tier, SupportsStats) else []
+            if not channel.healthy and not told:
+                told = [f"tier {channel.name} is down"]
+            reasons.extend(told)
         return {
             "ok": not self.quarantine_is_full,
             "ready": self._ready,
@@ -470,6 +489,27 @@ class Daemon:
             "quarantined_bytes": quarantined,
             "orphans": len(self.registry.orphans),
         }
+
+
+def _ssd_tier(settings: Settings) -> list[Tier]:
+    """The ssd tier, unless it is turned off. A directory in trouble doesn't keep the daemon from starting: health tells.
+
+    Raises: BadSettings.
+    """
+    if not settings.ssd_bytes:
+        return []
+    try:
+        tier = SsdTier(
+            settings.ssd_bytes,
+            settings.ssd_dirs,
+            reserve_bytes=settings.ssd_reserve_bytes,
+            scrub_bytes_per_s=settings.ssd_scrub_bytes_per_s,
+        )
+    except ValueError as exc:
+        raise BadSettings(
+            [f"ssd_bytes = {format_bytes(settings.ssd_bytes)}: {exc}: raise it, or 0 turns it off"]
+        ) from exc
+    return [tier]
 
 
 def _named_tiers(settings: Settings) -> list[Tier]:

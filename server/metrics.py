@@ -25,6 +25,7 @@ INSTANCES = {
     "stores": ("store", "domain"),
     "verbs": ("verb", "verb"),
     "reports": ("report", "kind"),
+    "directories": ("directory", "directory"),
 }
 COUNTERS = "counters"  # a table of counters; it adds nothing to their names but `_total`
 MAX_LABEL = 100

@@ -214,6 +214,23 @@ class Settings(BaseSettings):
     memory_reserve_bytes: BytesOrZero = Field(
         default=512 * MIB, description="memory left to others: the ram tier stops growing before it"
     )
+    ssd_bytes: BytesOrZero = Field(
+        default=20 * GIB, description="most disk the ssd tier may take, over all of ssd_dirs; 0 turns it off"
+    )
+    ssd_dirs: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_names)] = Field(
+        default_factory=lambda: (default_cache_path(),),
+        min_length=1,
+        description="directories of the ssd tier, best each on a disk of its own; default forebay in the user's cache folder",
+    )
+    ssd_reserve_bytes: BytesOrZero = Field(
+        default=GIB, description="free disk space left to others: the ssd tier stops growing before it"
+    )
+    ssd_scrub_bytes_per_s: BytesOrZero = Field(
+        default=8 * MIB, description="how fast each directory is read to find damage; 0 turns it off"
+    )
+    copy_bytes_per_s: Bytes = Field(
+        default=256 * MIB, description="most that clean_ahead writes to the tiers below ram, a second"
+    )
     tiers: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_names)] = Field(
         default=(), description="tiers below ram, fastest first, by their forebay.tiers entry point names"
     )
@@ -379,6 +396,14 @@ class Settings(BaseSettings):
             raise ValueError(f"is less than one extent ({format_bytes(extent)}): raise it, or lower extent_bytes")
         return size
 
+    @field_validator("ssd_dirs")
+    @classmethod
+    def _ssd_dirs_are_absolute(cls, paths: tuple[Path, ...]) -> tuple[Path, ...]:
+        found = tuple(path.expanduser().absolute() for path in paths)
+        if len(set(found)) != len(found):
+            raise ValueError("names a directory twice: write each once")
+        return found
+
     @field_validator("domains")
     @classmethod
     def _domains_are_named(cls, domains: dict[str, DomainOptions]) -> dict[str, DomainOptions]:
@@ -479,6 +504,13 @@ def read_toml(path: Path) -> dict[str, Any]:
         ) from exc
     except ValueError as exc:  # tomllib.TOMLDecodeError, UnicodeDecodeError
         raise BadSettings([f"{path}: is not TOML: {exc}"]) from exc
+
+
+def default_cache_path(environ: Mapping[str, str] | None = None) -> Path:
+    """forebay below $XDG_CACHE_HOME or ~/.cache."""
+    environ = os.environ if environ is None else environ
+    home = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME", "/nonexistent"), ".cache")
+    return Path(home) / "forebay"
 
 
 def default_ram_bytes(extent_bytes: int, allowed_bytes: int | None = None) -> int:
@@ -595,7 +627,7 @@ def _show(name: str, value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, tuple):
-        return ",".join(value)
+        return ",".join(map(str, value))
     if isinstance(value, dict):
         return _toml({key: _plain(part) for key, part in value.items()})
     return str(value)

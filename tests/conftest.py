@@ -18,6 +18,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("forebay")
 
+# A daemon that a test starts writes nothing to the disk of whoever runs the tests, unless the test says where.
+os.environ.setdefault("FOREBAY_SSD_BYTES", "0")
+
 IN_CI = os.environ.get("CI") == "true"
 
 

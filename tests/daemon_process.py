@@ -105,7 +105,7 @@ class DaemonProcess:
             self.tcp = f"tcp://127.0.0.1:{settings['tcp_port']}"
         if tls:
             settings |= make_certificate(folder, self.authority)
-        small = {"ram_bytes": 16 * MIB, "extent_bytes": MIB, "memory_reserve_bytes": 0, "http_port": -1}
+        small = {"ram_bytes": 16 * MIB, "extent_bytes": MIB, "memory_reserve_bytes": 0, "http_port": -1, "ssd_bytes": 0}
         self._settings = small | {"socket": str(self.socket), "drain_s": 0.2} | settings
         self._lower = lower
         self.process: subprocess.Popen[str]

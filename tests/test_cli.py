@@ -232,6 +232,8 @@ def test_every_flag_of_serve_is_a_setting_and_reaches_it(monkeypatch: pytest.Mon
         "socket": "/tmp/x.sock",
         "socket_mode": "0660",
         "ram_bytes": "1GiB",
+        "ssd_bytes": "3GiB",
+        "ssd_dirs": "/a,/b",
         "http_host": "::1",
         "http_port": "off",
         "tiers": "a,b",

@@ -16,6 +16,7 @@ COMPUTED = {
     "socket": "see above",
     "ram_bytes": "see its meaning",
     "max_quarantine_bytes": "see its meaning",
+    "ssd_dirs": "see its meaning",
     "domains": "none",
     "tier_options": "none",
     "credentials": "none",

@@ -29,7 +29,7 @@ from forebay.kvstore.errors import ClientError
 from forebay.kvstore.identity import NamespaceFacts
 
 START_S: Final = 60.0
-_PACKAGES: Final = ("numpy", "msgspec", "uvloop", "xxhash")
+_PACKAGES: Final = ("numpy", "msgspec", "uvloop", "xxhash", "lmdb")
 
 
 def facts_for(payload_bytes: int, *, block_tokens: int = 16, label: str = "bench") -> NamespaceFacts:
@@ -59,7 +59,7 @@ class BenchDaemon:
 
     def __init__(self, folder: Path, ram_bytes: int, **settings: object) -> None:
         self.socket = folder / "bench.sock"
-        request = {"socket": str(self.socket), "ram_bytes": ram_bytes, "http_port": -1, **settings}
+        request = {"socket": str(self.socket), "ram_bytes": ram_bytes, "http_port": -1, "ssd_bytes": 0, **settings}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "forebay.bench_daemon", json.dumps(request)],
             stdin=subprocess.PIPE,

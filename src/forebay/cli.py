@@ -98,6 +98,8 @@ def serve(
     socket: Annotated[Path | None, typer.Option(metavar="PATH", help="Unix socket for engines.")] = None,
     socket_mode: Annotated[str | None, typer.Option(metavar="OCTAL", help="Who may connect, such as 0660.")] = None,
     ram_bytes: Annotated[str | None, typer.Option(metavar="SIZE", help="Most memory for blocks, such as 8GiB.")] = None,
+    ssd_bytes: Annotated[str | None, typer.Option(metavar="SIZE", help="Most disk for blocks; 0 uses none.")] = None,
+    ssd_dirs: Annotated[str | None, typer.Option(metavar="DIRS", help="Where, with commas, each a disk.")] = None,
     http_host: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Address of the HTTP door.")] = None,
     http_port: Annotated[
         str | None, typer.Option(metavar="PORT", help="HTTP port; 0 takes a free one, off closes the door.")
