@@ -37,42 +37,46 @@ TOKEN_PREFIX: Final = "fby_"  # so that secret scanners, and people, know one wh
 MAX_TOKEN_CHARACTERS: Final = 256
 MIN_SECRET_BYTES: Final = 32
 
-_NOBODY: Final[frozenset[Right]] = frozenset()
-_READ: Final[frozenset[Right]] = frozenset({"read"})
-_WRITE: Final[frozenset[Right]] = frozenset({"write"})
-_ADMIN: Final[frozenset[Right]] = frozenset({"admin"})
-_DATA: Final = _READ | _WRITE
-_ANY: Final = _DATA | _ADMIN
+NOBODY: Final[frozenset[Right]] = frozenset()
+READ: Final[frozenset[Right]] = frozenset({"read"})
+WRITE: Final[frozenset[Right]] = frozenset({"write"})
+ADMIN: Final[frozenset[Right]] = frozenset({"admin"})
+DATA: Final = READ | WRITE
+ANY_RIGHT: Final = DATA | ADMIN
 
 VERB_RIGHTS: Final[Mapping[str, frozenset[Right]]] = {
     # What gives back or only introduces needs none: refusing it would keep memory from others.
-    "hello": _NOBODY,
-    "settle": _NOBODY,
-    "unmapped": _NOBODY,
-    "close_handle": _NOBODY,
-    "release": _NOBODY,
-    "abort": _NOBODY,
-    "open": _ANY,
-    "map": _DATA,
-    "match": _DATA,  # a writer may ask what it need not write
-    "acquire": _READ,
-    "attach": _READ,
-    "prefetch": _READ,
-    "get": _READ,
-    "put": _WRITE,
-    "fill": _WRITE,
-    "allocate": _WRITE,
-    "write": _WRITE,
-    "commit": _WRITE,
-    "pin": _WRITE,
-    "unpin": _WRITE,
-    "delete": _WRITE,
-    "flush": _WRITE,
-    "report": _DATA,
-    "stats": _ANY,
-    "explain": _READ | _ADMIN,
+    "hello": NOBODY,
+    "settle": NOBODY,
+    "unmapped": NOBODY,
+    "close_handle": NOBODY,
+    "release": NOBODY,
+    "abort": NOBODY,
+    "open": ANY_RIGHT,
+    "map": DATA,
+    "match": DATA,  # a writer may ask what it need not write
+    "acquire": READ,
+    "attach": READ,
+    "prefetch": READ,
+    "get": READ,
+    "put": WRITE,
+    "fill": WRITE,
+    "allocate": WRITE,
+    "write": WRITE,
+    "commit": WRITE,
+    "pin": WRITE,
+    "unpin": WRITE,
+    "delete": WRITE,
+    "flush": WRITE,
+    "report": DATA,
+    "stats": ADMIN,
+    "explain": READ | ADMIN,
 }
 """Verb -> rights of which a session needs one; none for an empty set."""
+
+
+OPERATOR_VERBS: Final = frozenset({"stats"})
+"""Verbs whose answers tell of all tenants: for the operator only, an admin of the default tenant."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,22 @@ class Principal:
     def may(self, rights: Set[Right]) -> bool:
         """Whether it has one of `rights`, or none is needed."""
         return not rights or bool(self.rights & rights)
+
+    @property
+    def operator(self) -> bool:
+        """Whether it may see all tenants: an admin of the default one."""
+        return self.tenant == DEFAULT_TENANT and "admin" in self.rights
+
+    def check_operator(self, what: str) -> None:
+        """Raises: Forbidden."""
+        if not self.operator:
+            raise Forbidden(f"{what} tells of all tenants: it is for admins of tenant {DEFAULT_TENANT!r}")
+
+    def check_verb(self, verb: str) -> None:
+        """Raises: Forbidden."""
+        self.check(verb, VERB_RIGHTS[verb])
+        if verb in OPERATOR_VERBS:
+            self.check_operator(verb)
 
     def check(self, what: str, rights: Set[Right]) -> None:
         """Raises: Forbidden: `what` (a verb or a route) needs a right that this principal lacks."""
@@ -121,7 +141,7 @@ class Access:
 
     credentials: tuple[Credential, ...] = ()
     tenant_secrets: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    unix_rights: frozenset[Right] = _NOBODY
+    unix_rights: frozenset[Right] = NOBODY
 
     @property
     def required(self) -> bool:

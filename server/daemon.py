@@ -23,19 +23,20 @@ from forebay.kvstore.channel import ChannelPolicy, TierChannel
 from forebay.kvstore.errors import BadRequest, OverLimit, UnknownHandle
 from forebay.kvstore.identity import NamespaceFacts, namespace_id
 from forebay.kvstore.index import ABSENT, RowArray, State, Table
-from forebay.kvstore.objects import ObjectLayout, seal
+from forebay.kvstore.objects import seal
 from forebay.kvstore.store import Store, StorePolicy
 from forebay.kvstore.tier import ObjectKey, SupportsStats, Tier
 from forebay.kvstore.tls import Stream
 from forebay.kvstore.wire import VERBS
 from forebay.server.auth import check_verbs
+from forebay.server.blocks import Blocks
 from forebay.server.busypoll import BusyPoll
 from forebay.server.door import Connection, UnixListener
 from forebay.server.http import HttpDoor
 from forebay.server.lag import LoopLag
 from forebay.server.netdoor import TcpListener
 from forebay.server.reports import Reports
-from forebay.server.sessions import Registry
+from forebay.server.sessions import Namespace, Registry
 from forebay.server.settings import BadSettings, Settings, format_bytes
 from forebay.server.verbs import SessionVerbs
 from forebay.tiers.ram import RamDomain, RamTier
@@ -91,7 +92,7 @@ class Daemon:
         self._given_lower = tuple(lower)
         self.lower: tuple[TierChannel, ...] = ()
         self._stores: dict[str, Store] = {}
-        self._layouts: dict[tuple[str, bytes], tuple[ObjectLayout, ...]] = {}
+        self.namespaces: dict[tuple[str, bytes], Namespace] = {}  # by trust domain and id
         self._gone: deque[tuple[Table, list[bytes], str]] = deque()
         self._gone_blocks = 0
         self._connections: set[Connection] = set()
@@ -105,6 +106,7 @@ class Daemon:
         self._listener: UnixListener
         self._tcp: TcpListener | None = None
         self._http: HttpDoor | None = None
+        self.blocks = Blocks(self)
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -143,7 +145,7 @@ class Daemon:
             if settings.tcp_port >= 0:
                 self._tcp = self._listen_on_tcp()
             if settings.http_port >= 0:
-                self._http = HttpDoor(self, host=settings.http_host, port=settings.http_port)
+                self._http = HttpDoor(self, host=settings.http_host, port=settings.http_port, blocks=self.blocks)
                 await self._http.start()
         except BaseException:
             self._listener.stop()
@@ -303,8 +305,8 @@ class Daemon:
     def namespace_id(self, facts: NamespaceFacts, tenant: str) -> bytes:
         return namespace_id(facts, tenant=tenant, secret=self.access.secret_of(tenant))
 
-    def note_namespace(self, domain: RamDomain, namespace: bytes, layouts: tuple[ObjectLayout, ...]) -> None:
-        self._layouts[(domain.domain_name, namespace)] = layouts
+    def note_namespace(self, domain: RamDomain, namespace: Namespace) -> None:
+        self.namespaces[(domain.domain_name, namespace.id)] = namespace
 
     def store_of(self, domain: RamDomain) -> Store:
         """The domain's store: its RAM in front of the tiers that all domains share."""
@@ -312,7 +314,7 @@ class Daemon:
         if store is None:
 
             def verify(key: ObjectKey, view: memoryview) -> str | None:
-                layout = self._layouts[(domain.domain_name, key.namespace)][key.group]
+                layout = self.namespaces[(domain.domain_name, key.namespace)].layouts[key.group]
                 return layout.verify_object(view, key=key.block, namespace=key.namespace)
 
             store = self._stores[domain.domain_name] = Store(
@@ -417,8 +419,10 @@ class Daemon:
         row = table.hidden.get(block, ABSENT)
         return row != ABSENT and self.ram.index.state.item(row) == State.WRITING
 
-    async def explain(self, namespace_hex: str, key_hexes: list[str]) -> list[dict[str, Any]]:
-        """As `explain_blocks`, by hex, over the trust domains that know the namespace.
+    async def explain(
+        self, namespace_hex: str, key_hexes: list[str], tenant: str | None = None
+    ) -> list[dict[str, Any]]:
+        """As `explain_blocks`, by hex, over the trust domains (of `tenant`, if given) that know the namespace.
 
         Raises: UnknownHandle, BadRequest.
         """
@@ -431,7 +435,7 @@ class Daemon:
         answers: list[dict[str, Any]] = []
         for domain in self.ram.domains.values():
             table = domain.tables.get((namespace, 0))
-            if table is not None:
+            if table is not None and tenant in (None, domain.domain_name.partition("/")[0]):
                 for answer in self.explain_blocks(domain, table, keys):
                     answers.append({"domain": domain.domain_name, **answer})
         if not answers and keys:
@@ -459,6 +463,7 @@ class Daemon:
             "boot_epoch": self.boot_epoch.hex(),
             "blocks": {"hits_total": self.hits, "stored_total": self.stored},
             "sessions": self.registry.stats(),
+            "http": self.blocks.stats(),
             "tiers": tiers,
             "stores": {name: store.stats() for name, store in self._stores.items()},
             "verbs": {f"{verb}": {"requests_total": count} for verb, count in self.verb_counts.items()},

@@ -1,27 +1,29 @@
-"""The HTTP door: health, metrics, stats and explain for operators and curl. Loopback only, since it asks no token.
+"""The HTTP door: blocks by value for other languages and curl; health, metrics, stats and explain for operators.
 
-Covers routes, bounds and JSON errors; the answers are the daemon's. No payload passes here. Always true: every answer,
-also an error, is JSON of the form its route names, and a failing handler fails one request, never the daemon.
+Covers listening, bounds, and the operators' routes. Blocks are in server/http_blocks.py, who may do what in http_routes.py.
+Always true: without a credentials table only this machine is served; every error is JSON; a failing handler fails one request,
+never the daemon.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from forebay.kvstore.errors import Draining, ProtocolError, RequestTimeout, UnknownHandle
 from forebay.server import metrics
+from forebay.server.auth import ADMIN, READ, Access
+from forebay.server.blocks import Blocks
+from forebay.server.http_blocks import BlockRoutes
+from forebay.server.http_bodies import hex_id, json_response
+from forebay.server.http_routes import Route, admission, caller, json_errors
 
-log = logging.getLogger(__name__)
+_peers = logging.getLogger("forebay.http.peers")  # what aiohttp has to say; its own logger no one set up
 
-ID_BYTES = 16  # of a namespace id and of a block key
 MAX_EXPLAIN_KEYS = 1024
 MAX_CONNECTIONS = 64  # at a time
 MAX_LINE_BYTES = (
@@ -29,46 +31,67 @@ MAX_LINE_BYTES = (
 )  # holds MAX_EXPLAIN_KEYS keys; aiohttp's 8190 would refuse them before a handler could say why
 EXPLAIN_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 1.0
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+READ_BUFFER_BYTES = 1 << 20
 
 
 class DaemonView(metrics.MetricsSource, Protocol):
     """What this door asks of the daemon."""
 
-    async def explain(self, namespace_hex: str, key_hexes: list[str]) -> list[dict[str, Any]]:
-        """For each key, where it is or why it isn't. Raises: ProtocolError, ValueError."""
+    access: Access
+
+    async def explain(self, namespace_hex: str, key_hexes: list[str], tenant: str | None) -> list[dict[str, Any]]:
+        """For each key, where it is or why it isn't, as far as `tenant` (None: every one) has the namespace.
+
+        Raises: ProtocolError, ValueError.
+        """
 
 
 class HttpDoor:
-    """Serves a DaemonView until stopped."""
+    """Serves a DaemonView until stopped. `blocks`: its objects; None serves the operators' routes only."""
 
-    def __init__(self, daemon: DaemonView, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, daemon: DaemonView, *, host: str = "127.0.0.1", port: int = 0, blocks: Blocks | None = None
+    ) -> None:
         self._daemon = daemon
         self._metrics = metrics.Metrics(daemon)
         self._host, self._port = host, port
+        self._blocks = blocks
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
 
+    def routes(self) -> tuple[Route, ...]:
+        """Every route of this door."""
+        own: tuple[Route, ...] = (
+            Route("GET", "/healthz", None, self._healthz),
+            Route("GET", "/readyz", None, self._readyz),
+            Route("GET", "/metrics", ADMIN, self._metrics_text, operator=True),
+            Route("GET", "/v1/stats", ADMIN, self._stats, operator=True),
+            Route("GET", "/v1/explain", READ | ADMIN, self._explain),
+        )
+        return own + (BlockRoutes(self._blocks).routes() if self._blocks is not None else ())
+
     async def start(self) -> None:
         """Bind and serve. Raises: OSError, that says what to do, when the address cannot be had."""
-        app = web.Application(middlewares=[_json_errors, _loopback_names_only], client_max_size=MAX_LINE_BYTES)
-        app.add_routes(
-            [
-                web.get("/healthz", self._healthz),
-                web.get("/readyz", self._readyz),
-                web.get("/metrics", self._metrics_text),
-                web.get("/v1/stats", self._stats),
-                web.get("/v1/explain", self._explain),
-            ]
+        routes = {(route.method, route.path): route for route in self.routes()}
+        app = web.Application(
+            middlewares=[json_errors, admission(routes, self._daemon.access)], client_max_size=MAX_LINE_BYTES
         )
+        for route in routes.values():
+            # A HEAD of payload would have to be told apart in the handler, and `match` answers that question anyway.
+            if route.method == "GET" and "{" not in route.path:
+                app.router.add_get(route.path, route.handler)
+            else:
+                app.router.add_route(route.method, route.path, route.handler)
         runner = web.AppRunner(
             app,
             access_log=None,
-            logger=log,  # not aiohttp.server, which no one set up
+            logger=_peers,
             handle_signals=False,
             shutdown_timeout=CLOSE_TIMEOUT_S,
             max_line_size=MAX_LINE_BYTES,
+            read_bufsize=READ_BUFFER_BYTES,
+            lingering_time=CLOSE_TIMEOUT_S,
+            handler_cancellation=True,  # whoever is gone needs no lease and no place
         )
         await runner.setup()
         try:
@@ -103,28 +126,38 @@ class HttpDoor:
 
     async def _healthz(self, _: web.Request) -> web.Response:
         health = self._daemon.health()
-        return _json(health, status=200 if health["ok"] else 503)
+        return json_response(health, status=200 if health["ok"] else 503)
 
     async def _readyz(self, _: web.Request) -> web.Response:
         health = self._daemon.health()
-        return _json(health, status=200 if health["ready"] else 503)
+        return json_response(health, status=200 if health["ready"] else 503)
 
     async def _metrics_text(self, _: web.Request) -> web.Response:
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": metrics.CONTENT_TYPE})
 
     async def _stats(self, _: web.Request) -> web.Response:
-        return _json(self._daemon.stats())
+        return json_response(self._daemon.stats())
 
     async def _explain(self, request: web.Request) -> web.Response:
         if unknown := request.query.keys() - {"namespace", "keys"}:
             raise ValueError(f"unknown parameter {min(unknown)!r}: give namespace and keys")
-        namespace = _hex_id("namespace", request.query.get("namespace", ""))
-        keys = [_hex_id("keys", key) for key in request.query.get("keys", "").split(",")]
+        namespace = hex_id("namespace", request.query.get("namespace", "")).hex()
+        keys = [hex_id("keys", key).hex() for key in request.query.get("keys", "").split(",")]
         if len(keys) > MAX_EXPLAIN_KEYS:
             raise ValueError(f"{len(keys)} keys in one request: ask for at most {MAX_EXPLAIN_KEYS}")
+        principal = caller()
         async with asyncio.timeout(EXPLAIN_TIMEOUT_S):
-            found = await self._daemon.explain(namespace, keys)
-        return _json({"namespace": namespace, "objects": found})
+            found = await self._daemon.explain(namespace, keys, None if principal.operator else principal.tenant)
+        return json_response({"namespace": namespace, "objects": found})
+
+
+def _no_fault_of_ours(record: logging.LogRecord) -> bool:
+    """A logging filter: bytes that are no HTTP are answered with 400 and are no event; aiohttp would log them, too."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | ConnectionError)
+
+
+_peers.addFilter(_no_fault_of_ours)
 
 
 def _protocol(runner: web.AppRunner) -> asyncio.Protocol:
@@ -135,65 +168,3 @@ def _protocol(runner: web.AppRunner) -> asyncio.Protocol:
     if len(connected) >= MAX_CONNECTIONS:
         connected[0].force_close()
     return server()
-
-
-def _hex_id(name: str, text: str) -> str:
-    try:
-        if len(bytes.fromhex(text)) == ID_BYTES and len(text) == 2 * ID_BYTES:
-            return text.lower()
-    except ValueError:
-        pass
-    raise ValueError(f"{name}: {text[:64]!r} is not {2 * ID_BYTES} hex digits")
-
-
-def _json(body: Mapping[str, Any], *, status: int = 200) -> web.Response:
-    # msgspec writes NaN and infinities as null; the standard library writes what no JSON parser must accept.
-    return web.Response(body=msgspec.json.encode(body) + b"\n", status=status, content_type="application/json")
-
-
-def _error(status: int, code: str, message: str) -> web.Response:
-    return _json({"error": {"code": code, "message": message}}, status=status)
-
-
-@web.middleware
-async def _json_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        response = await handler(request)
-    except web.HTTPMethodNotAllowed as exc:
-        response = _error(405, "method_not_allowed", f"{request.path} takes {', '.join(sorted(exc.allowed_methods))}")
-        response.headers["Allow"] = exc.headers["Allow"]
-    except web.HTTPNotFound:
-        paths = sorted({route.resource.canonical for route in request.app.router.routes() if route.resource})
-        response = _error(404, "not_found", f"no such path; there are {', '.join(paths)}")
-    except web.HTTPException as exc:
-        response = _error(exc.status, exc.reason.lower().replace(" ", "_"), exc.text or exc.reason)
-    except ValueError as exc:
-        response = _error(400, "bad_request", str(exc))
-    except TimeoutError:
-        response = _error(504, RequestTimeout.code, "the daemon did not answer in time; ask again, or for less")
-    except ProtocolError as exc:
-        response = _error(_STATUS.get(type(exc), 400), exc.code, str(exc))
-    except Exception:
-        log.exception("http request failed", extra={"path": request.path})
-        response = _error(500, "daemon_fault", "an error inside the daemon; its log has the details")
-    response.headers["X-Content-Type-Options"] = "nosniff"
-    response.headers["Cache-Control"] = "no-store"
-    return response
-
-
-_STATUS: Mapping[type[ProtocolError], int] = {UnknownHandle: 404, RequestTimeout: 504, Draining: 503}
-
-
-@web.middleware
-async def _loopback_names_only(request: web.Request, handler: Handler) -> web.StreamResponse:
-    # A web page can make a browser ask 127.0.0.1 under a name of its own (DNS rebinding) and read the answer.
-    # Its requests carry that name as Host; ours carry a loopback address or localhost.
-    host = request.headers.get("Host", "localhost").lower()
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    try:
-        known = name == "localhost" or name.endswith(".localhost") or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        known = False
-    if not known:
-        return _error(403, "foreign_host", "the Host header must name localhost or a loopback address")
-    return await handler(request)

@@ -21,17 +21,14 @@ from forebay.kvstore.errors import (
     BadRequest,
     Draining,
     NotIntroduced,
-    ObjectTooLarge,
     OverLimit,
-    TierFull,
     UnknownHandle,
     VersionMismatch,
 )
 from forebay.kvstore.identity import NamespaceFacts
 from forebay.kvstore.index import ABSENT, RowArray, Table
 from forebay.kvstore.keys import KEY_BYTES
-from forebay.kvstore.objects import ObjectLayout
-from forebay.server.auth import VERB_RIGHTS
+from forebay.server.blocks import make_namespace
 from forebay.server.door import Answer, Connection
 from forebay.server.inline import LOCAL_ONLY, REMOTE_ONLY, InlineVerbs, refuse
 from forebay.server.sessions import Allocation, Lease, Namespace, Session
@@ -118,7 +115,7 @@ class SessionVerbs:
             return self._hello(request)
         if self._session is None:
             raise NotIntroduced(f"the first verb of a session is hello, not {verb}")
-        self._session.principal.check(verb, VERB_RIGHTS[verb])
+        self._session.principal.check_verb(verb)
         return self._methods[type(request)](request)
 
     def closed(self) -> None:
@@ -196,14 +193,10 @@ class SessionVerbs:
             raise OverLimit(f"a session has at most {MAX_HANDLES} handles: close those that are not used")
         facts = NamespaceFacts.decode(request.facts)
         namespace_id = self._daemon.namespace_id(facts, session.principal.tenant)
-        layouts = tuple(ObjectLayout.of(facts, group) for group in range(len(facts.groups)))
-        try:
-            tables = tuple(session.domain.table(namespace_id, layout.group, layout.object_bytes) for layout in layouts)
-        except TierFull as exc:
-            raise ObjectTooLarge(str(exc)) from exc
+        namespace = make_namespace(session.domain, namespace_id, facts)
         session.last_handle += 1
-        session.handles[session.last_handle] = Namespace(namespace_id, facts, layouts, tables)
-        self._daemon.note_namespace(session.domain, namespace_id, layouts)
+        session.handles[session.last_handle] = namespace
+        self._daemon.note_namespace(session.domain, namespace)
         return wire.OpenReply(session.last_handle, namespace_id)
 
     def _close_handle(self, request: wire.CloseHandle) -> Answer:

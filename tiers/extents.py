@@ -160,8 +160,8 @@ class Extent:
     def close(self) -> None:
         """Unmap and close. Clients that still map it keep the memory alive, which is why retired bytes are counted."""
         if self.map is not None:
-            self.memory.release()
             try:
+                self.memory.release()
                 self.map.close()
             except BufferError:
                 pass  # a view of it is still held in this process; the map goes with the view

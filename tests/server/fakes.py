@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from forebay.server.auth import Access
+
 
 class FakeDaemon:
     """The DaemonView of server/http.py. `fail` is raised by stats and explain when set."""
 
     def __init__(self) -> None:
         self.fail: Exception | None = None
+        self.access = Access()
         self.asked: list[tuple[str, list[str]]] = []
         self.state: dict[str, Any] = {"ok": True, "ready": True, "reasons": [], "quarantined_bytes": 0}
         self.loop_lag: dict[str, Any] = {"bounds": [0.001, 0.01], "counts": [5, 2, 1], "sum": 0.25}
@@ -31,7 +34,9 @@ class FakeDaemon:
     def health(self) -> dict[str, Any]:
         return self.state
 
-    async def explain(self, namespace_hex: str, key_hexes: list[str]) -> list[dict[str, Any]]:
+    async def explain(
+        self, namespace_hex: str, key_hexes: list[str], tenant: str | None = None
+    ) -> list[dict[str, Any]]:
         if self.fail:
             raise self.fail
         self.asked.append((namespace_hex, key_hexes))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+import aiohttp
 import msgspec
 import pytest
 from typer.testing import CliRunner
@@ -22,8 +23,12 @@ from forebay.kvstore import errors, wire
 from forebay.kvstore.secretfile import read_secret_file, token_from_environment, write_secret_file
 from forebay.server import auth
 from forebay.server.auth import Access, Credential
+from forebay.server.blocks import Blocks
+from forebay.server.http import HttpDoor
 from forebay.server.settings import BadSettings, Settings
 from tests.daemon_process import DaemonProcess, RawSession, facts_of, payload_of, serving, tokens_of
+
+from .fakes import FakeDaemon
 
 TOKENS = {
     "reader": auth.new_token(),
@@ -31,25 +36,28 @@ TOKENS = {
     "both": auth.new_token(),
     "admin": auth.new_token(),
     "other": auth.new_token(),
+    "operator": auth.new_token(),
 }
+TENANTS = {"other": "globex", "operator": "default"}  # of the others it is acme
 RIGHTS = {
     "reader": ("read",),
     "writer": ("write",),
     "both": ("read", "write"),
     "admin": ("admin",),
     "other": ("read", "write", "admin"),
+    "operator": ("admin",),
 }
 
 
 def table(folder: Path) -> dict[str, Any]:
-    """Settings with the five credentials; all act for tenant acme but `other`, which is globex's."""
+    """Settings with these credentials."""
     for tenant in ("acme", "globex"):
         write_secret_file(folder / tenant, auth.new_secret())
     return {
         "tenants": {tenant: {"secret_file": str(folder / tenant)} for tenant in ("acme", "globex")},
         "credentials": {
             name: {
-                "tenant": "globex" if name == "other" else "acme",
+                "tenant": TENANTS.get(name, "acme"),
                 "token_sha256": auth.token_digest(token).hex(),
                 "rights": list(RIGHTS[name]),
             }
@@ -61,7 +69,7 @@ def table(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("auth")
-    yield from serving(folder, **table(folder))
+    yield from serving(folder, http_port=0, **table(folder))
 
 
 @pytest.fixture
@@ -136,12 +144,13 @@ def sample(cls: type[wire.Request[Any]]) -> wire.Request[Any]:
     return cls(*[value for value in fields if value is not None])
 
 
-def has(rights: tuple[str, ...], verb: str) -> bool:
+def has(name: str, verb: str) -> bool:
     needed = auth.VERB_RIGHTS[verb]
-    return not needed or bool(needed & set(rights))
+    operator = TENANTS.get(name) == "default" and "admin" in RIGHTS[name]
+    return (not needed or bool(needed & set(RIGHTS[name]))) and (operator or verb not in auth.OPERATOR_VERBS)
 
 
-@pytest.mark.parametrize("name", ["reader", "writer", "both", "admin"])
+@pytest.mark.parametrize("name", TOKENS)
 @pytest.mark.parametrize("cls", [cls for cls in wire.REQUESTS if cls is not wire.Hello], ids=lambda cls: cls.__name__)
 def test_a_verb_is_forbidden_exactly_where_the_table_says_so(
     daemon: DaemonProcess, name: str, cls: type[wire.Request[Any]]
@@ -155,8 +164,8 @@ def test_a_verb_is_forbidden_exactly_where_the_table_says_so(
         except errors.ProtocolError as exc:
             refused = isinstance(exc, errors.Forbidden)
             assert not refused or verb in str(exc)
-        assert refused is not has(RIGHTS[name], verb)
-        session.call(wire.Stats())  # a forbidden verb ends no session
+        assert refused is not has(name, verb)
+        session.call(wire.Settle([]))  # a forbidden verb ends no session
 
 
 def test_an_unknown_token_and_none_end_the_session_before_it_has_begun(daemon: DaemonProcess) -> None:
@@ -317,3 +326,54 @@ def test_no_token_is_in_the_log(daemon: DaemonProcess) -> None:
         wrong.call(wire.Hello(wire.PROTOCOL_VERSION, wire.PROTOCOL_VERSION, "fby_this-is-a-wrong-token", "e", 0))
     assert "principal=both" in daemon.log
     assert not any(token in daemon.log for token in (*TOKENS.values(), "fby_this"))
+
+
+# --- the HTTP door ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*TOKENS, "nobody", "unknown"])
+async def test_every_route_asks_for_its_rights(daemon: DaemonProcess, name: str) -> None:
+    """The table is the door's own, so a new route is asked here, too."""
+    session, _ = introduce(daemon, TOKENS["operator"])
+    with session:
+        url = session.call(wire.Stats()).stats["http_url"]
+    door = HttpDoor(FakeDaemon(), blocks=Blocks.__new__(Blocks))
+    token = "" if name == "nobody" else TOKENS.get(name, "fby_unknown")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    rights = set(RIGHTS.get(name, ()))
+    async with aiohttp.ClientSession(url, headers=headers) as http:
+        for route in door.routes():
+            path = route.path.format(namespace="ab" * 16, key="cd" * 16)
+            async with http.request(route.method, path, json={} if route.method == "POST" else None) as response:
+                await response.read()
+                if route.rights is None:
+                    assert response.status == 200
+                elif name not in TOKENS:
+                    assert response.status == 401 and response.headers["WWW-Authenticate"].startswith("Bearer"), path
+                elif not route.rights & rights or (route.operator and name != "operator"):
+                    assert response.status == 403, path
+                else:
+                    assert response.status not in (401, 403), path
+        async with http.get("/healthz", headers={"Authorization": "Basic eA=="}) as response:
+            assert response.status == 200
+        async with http.get("/v1/stats", headers={"Authorization": "Basic eA=="}) as response:
+            assert response.status == 401
+
+
+async def test_without_a_table_a_foreign_page_is_refused_and_with_one_a_token_is_enough() -> None:
+    for access, status in (
+        (Access(), 403),
+        (Access((Credential("a", "default", auth.ADMIN, auth.token_digest("t")),)), 200),
+    ):
+        daemon = FakeDaemon()
+        daemon.access = access
+        door = HttpDoor(daemon)
+        await door.start()
+        token = {"Authorization": "Bearer t"} if access.required else {}
+        async with aiohttp.ClientSession(door.url, headers=token) as http:
+            for headers in ({"Origin": "https://evil.example"}, {"Origin": "null"}, {"Host": "evil.example"}):
+                async with http.get("/v1/stats", headers=headers) as response:
+                    assert response.status == status
+            async with http.get("/v1/stats", headers={"Origin": door.url}) as response:
+                assert response.status == 200
+        await door.stop()

@@ -84,10 +84,10 @@ async def test_explain_passes_namespace_and_keys_on(client: aiohttp.ClientSessio
 @pytest.mark.parametrize(
     ("query", "words"),
     [
-        ("", "namespace: '' is not 32 hex digits"),
-        (f"namespace={NAMESPACE}", "keys: '' is not 32 hex digits"),
-        (f"namespace=abcd&keys={KEY}", "namespace: 'abcd'"),
-        (f"namespace={NAMESPACE}&keys={KEY},zz", "keys: 'zz'"),
+        ("", "namespace is not 32 hex digits"),
+        (f"namespace={NAMESPACE}", "keys is not 32 hex digits"),
+        (f"namespace=abcd&keys={KEY}", "namespace is not"),
+        (f"namespace={NAMESPACE}&keys={KEY},zz", "keys is not"),
         (f"namespace={NAMESPACE}&keys={KEY[:-1]} ", "is not 32 hex digits"),
         (f"namespace={NAMESPACE}&keys={KEY}&key={KEY}", "unknown parameter 'key'"),
         (f"namespace={NAMESPACE}&keys={','.join([KEY] * 1025)}", "at most 1024"),
