@@ -219,8 +219,8 @@ def _tcp(daemon: BenchDaemon, buffers: Buffers, payload: int, region: int, round
         moves.stored.clear()
         found = {
             "put_free": against(moves.put_s, bare_put_s, fresh=True),
-            "put_evicting": against(moves.put_s, bare_put_s, fresh=True),
             "get": against(moves.get_s, bare_get_s, fresh=False),
+            "put_evicting": against(moves.put_s, bare_put_s, fresh=True),
         }
         found["evicted"] = client.stats()["tiers"]["ram"]["counters"]["evicted"]
         found["loop_lag"] = daemon.ask("lag")
@@ -235,8 +235,8 @@ def run(quick: bool = False, rounds: int = 15, size_mib: int = 128) -> dict[str,
     # Room for one set of rounds and what lies beside the payloads; the second set must evict.
     ram = -(-(rounds + 2) * region * 11 // 10 // (64 * MIB)) * 64 * MIB
     with bench_daemon(ram, tcp_port=0) as daemon:
-        daemon.ask("prefault")
-        found = _tcp(daemon, buffers, MIB, region, rounds)
+        extents = daemon.ask("prefault")
+        found = _tcp(daemon, buffers, MIB, region, rounds) | {"extents": extents}
     figures = {
         "tcp_get_ratio": found["get"]["ratio"],
         "tcp_put_ratio": min(found["put_free"]["ratio"], found["put_evicting"]["ratio"]),
