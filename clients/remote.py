@@ -216,8 +216,12 @@ def _objects(run: Run, payloads: Sequence[Buffer], positions: Sequence[int]) -> 
 
 def _lane(space: NamespaceCore, deadline_s: float) -> Op[Lane]:
     """A connection on which the namespace is open."""
-    yield from space.core.live(deadline_s)  # says at once that there is no daemon, as every other call does
-    lane = yield from space.core.take_lane(deadline_s)
+    life = yield from space.core.live(deadline_s)  # says at once that there is no daemon, as every other call does
+    try:
+        lane = yield from space.core.take_lane(deadline_s)
+    except DaemonUnavailable:
+        life.transport.close()  # nobody answers there any more, though this connection may not have noticed
+        raise
     try:
         if space.id not in lane.handles:
             request = wire.Open(space.facts.encode())

@@ -265,21 +265,29 @@ class ClientCore:
             with self._state:
                 while self._lanes:
                     lane = self._lanes.pop()
-                    if not lane.transport.closed:
+                    if not lane.transport.closed and lane.life.boot_epoch == self.boot_epoch:
                         return lane
+                    lane.transport.close()
             return Lane((yield from self._introduce(deadline_s)))
         except BaseException:
             self._turns.release()
             raise
 
     def give_lane(self, lane: Lane, *, clean: bool) -> None:
-        """`clean`: nothing is under way on it. One that isn't is closed, which ends at the daemon whatever it was doing."""
+        """`clean`: nothing is under way on it. One that isn't is closed, which ends at the daemon whatever it was doing.
+
+        The idle ones go with it: if the daemon has ended, so have they, and each would fail a call of its own.
+        """
         self._turns.release()
+        ended = [lane]
         with self._state:
             if clean and not self._closed and not lane.transport.closed:
                 self._lanes.append(lane)
                 return
-        lane.transport.close()
+            ended += self._lanes
+            self._lanes = []
+        for each in ended:
+            each.transport.close()
 
     def _end(self, life: Life) -> None:
         """A session has ended: unmap what it mapped as soon as its last copy ends."""

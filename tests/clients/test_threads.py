@@ -68,6 +68,8 @@ class Worker:
                 assert all(copy == self.want(key) for key, copy in zip(keys, copies, strict=False))
 
     def allocate(self, tokens: list[int], keys: list[bytes]) -> None:
+        if self.space.core.remote:
+            return  # no shared memory to fill
         with self.space.allocate(keys, tokens) as allocation:
             for slot in allocation.slots:
                 if slot.view is not None:

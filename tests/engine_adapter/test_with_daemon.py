@@ -28,7 +28,7 @@ def eager(runs: Any, estimates: Any, prefill: PrefillModel, **facts: Any) -> Pla
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    yield from serving(tmp_path_factory.mktemp("daemon"))
+    yield from serving(tmp_path_factory.mktemp("daemon"), tcp=True)
 
 
 @pytest.fixture
@@ -37,12 +37,16 @@ def daemon(running: DaemonProcess) -> Iterator[DaemonProcess]:
     running.at_base()  # no lease, no uncommitted byte is left behind
 
 
-@pytest.fixture
-def open_engine(daemon: DaemonProcess) -> Iterator[Any]:
+@pytest.fixture(params=["unix", "tcp"])
+def open_engine(daemon: DaemonProcess, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Makes engines whose clients come by the Unix socket, or over TCP."""
+    where: dict[str, Any] = {"socket_path": daemon.socket}
+    if request.param == "tcp":
+        where = {"socket_path": daemon.tcp, "token": daemon.token}
     with ExitStack() as stack:
 
         def make(forebay: bool = True, **options: Any) -> PrefixReuse:
-            client = stack.enter_context(Client(daemon.socket)) if forebay else None
+            client = stack.enter_context(Client(**where)) if forebay else None
             return stack.enter_context(PrefixReuse(qwen(), client, block_tokens=BT, planner=eager, **options))
 
         yield make
@@ -59,8 +63,10 @@ def run(engine: PrefixReuse, ids: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("verify", ["loaded", "always"])
-def test_a_prefix_outlives_the_engine_that_computed_it(verify: str, open_engine: Any) -> None:
-    ids = prompt(1 if verify == "always" else 2)
+def test_a_prefix_outlives_the_engine_that_computed_it(
+    verify: str, open_engine: Any, request: pytest.FixtureRequest
+) -> None:
+    ids = prompt(sum(request.node.name.encode()))
     cold = run(open_engine(forebay=False), ids)
     with open_engine() as writer:
         assert run(writer, ids).tokens == cold.tokens
@@ -70,8 +76,8 @@ def test_a_prefix_outlives_the_engine_that_computed_it(verify: str, open_engine:
     assert warm.tokens == cold.tokens
 
 
-def test_the_next_turn_reuses_the_answer(open_engine: Any) -> None:
-    ids = prompt(3, 50)
+def test_the_next_turn_reuses_the_answer(open_engine: Any, request: pytest.FixtureRequest) -> None:
+    ids = prompt(sum(request.node.name.encode()), 50)
     turn = ids + run(open_engine(), ids).tokens + prompt(4, 6)
     warm = run(open_engine(), turn)
     assert warm.reuse.tokens == 56
