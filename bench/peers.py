@@ -130,9 +130,11 @@ class Mooncake:
         self.source[:] = 1
         self.target[:] = 1
         self._addresses = addresses
+        self._name = "shared" if shared else "tcp"  # both are clients of one store
+        self._last: list[str] = []
 
     def prepare(self, size: int, count: int, seed: int) -> None:
-        self._keys = [f"peers-{seed}-{size}-{i}" for i in range(count)]
+        self._keys = [f"peers-{self._name}-{seed}-{size}-{i}" for i in range(count)]
         self._sizes = [size] * count
         self._from = [self._addresses[0] + i * size for i in range(count)]
         self._to = [self._addresses[1] + i * size for i in range(count)]
@@ -144,9 +146,9 @@ class Mooncake:
         _check(self._store.batch_get_into(self._keys, self._to, self._sizes), lambda code: code == self._sizes[0])
 
     def clear(self) -> None:
-        # What was read is leased for a while, and a removal of it is refused: it is asked for until the lease has ended.
+        # What was read is leased for a while, and a removal of it is refused: those of the round before go first.
         deadline_s = time.monotonic() + _CALL_S
-        left = self._keys
+        left, self._last = self._last, self._keys
         while left and time.monotonic() < deadline_s:
             left = [key for key in left if self._store.remove(key) not in (0, _MOONCAKE_NOT_FOUND)]
             if left:
@@ -304,7 +306,7 @@ def _start_mooncake(stack: ExitStack, folder: Path, memory: int) -> dict[str, An
             *("--rpc_address", "127.0.0.1", "--rpc_port", str(rpc), "--metrics_port", str(metrics)),
             "--enable_http_metadata_server=true",
             *("--http_metadata_server_host=127.0.0.1", f"--http_metadata_server_port={meta}"),
-            "--default_kv_lease_ttl=200",
+            "--default_kv_lease_ttl=3000",
         ],
         folder / "mooncake_master.log",
     )
@@ -359,7 +361,7 @@ def _answer(name: str, pipe: Connection) -> Any:
 def run(rounds: int, region: int, console: Console) -> dict[str, Any]:
     missing: dict[str, str] = {}
     sides: dict[str, Connection] = {}
-    memory = 3 * region + 512 * MIB
+    memory = 6 * region + 512 * MIB
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-peers-")))
         daemon = stack.enter_context(bench_daemon(memory, ssd_bytes=0) if _has_ssd() else bench_daemon(memory))

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from itertools import pairwise
+from operator import itemgetter
 from typing import Final, TypeVar
 
 import numpy as np
@@ -27,7 +27,8 @@ from forebay.kvstore.tier import Buffer, WritableBuffer
 
 T = TypeVar("T")
 _KEEP_GIL_BYTES: Final = 256 << 10
-_WORTH_SHARING_BYTES: Final = 4 << 20  # a thread's share: waking it takes some 50 us, copying this 500
+_WORTH_SHARING_BYTES: Final = 4 << 20  # in all: waking a thread takes some 50 us, copying a quarter of this 100
+_RANGE_BYTES: Final = 1 << 20  # that a thread takes at a time
 _digest = xxhash.xxh3_64_intdigest
 
 
@@ -47,21 +48,31 @@ class CopyThreads:
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
-    def share(self, count: int, size: int, work: Callable[[int, int], T]) -> list[T]:
-        """Call `work(start, end)` for ranges that make up `count` blocks of `size` bytes. Returns the results in order."""
-        pieces = min(self._threads, count * size // _WORTH_SHARING_BYTES) if size >= _KEEP_GIL_BYTES else 1
-        if pieces <= 1:
-            return [work(0, count)]
-        cuts = [count * piece // pieces for piece in range(pieces + 1)]
+    def share(self, count: int, size: int, work: Callable[[int, int], T]) -> list[tuple[int, T]]:
+        """Call `work(start, end)` for ranges that make up `count` blocks of `size` bytes.
+
+        Returns (start, result) in order. Whoever is free takes the next range, so that one thread that the machine holds up
+        doesn't hold up all.
+        """
+        if size < _KEEP_GIL_BYTES or count * size < _WORTH_SHARING_BYTES or self._threads == 1:
+            return [(0, work(0, count))]
+        step = max(1, _RANGE_BYTES // size)
+        starts = iter(range(0, count, step))  # `next` on it is one step of the interpreter, so no lock is needed
+
+        def take() -> list[tuple[int, T]]:
+            return [(start, work(start, min(start + step, count))) for start in starts]
+
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="forebay-copy")
-            others = [self._pool.submit(work, start, end) for start, end in pairwise(cuts[1:])]
+            others = [self._pool.submit(take) for _ in range(self._threads - 1)]
         try:
-            first = work(0, cuts[1])
+            done = take()
         finally:
             wait(others)  # also when our own piece failed: the buffers are the caller's again when this returns
-        return [first, *(other.result() for other in others)]
+        for other in others:
+            done += other.result()
+        return sorted(done, key=itemgetter(0))
 
     def close(self) -> None:
         """End the threads once they have finished what they copy. Idempotent; a later copy starts them again."""
@@ -95,7 +106,7 @@ def copy_in(
             checksums.append([_digest(payload)] if len(ranges) == 1 else _parts(payload, ranges))
         return checksums
 
-    return [each for piece in threads.share(len(numbers), size, copy) for each in piece]
+    return [each for _, piece in threads.share(len(numbers), size, copy) for each in piece]
 
 
 def copy_out(
@@ -128,10 +139,12 @@ def copy_out(
                     return i
         return end
 
-    count = len(numbers)
-    # Each piece tells where it stopped; the first that stopped before the next one's start ends the run.
-    ends = threads.share(count, size, lambda first, end: (copy(first, end), end))
-    return next((stopped for stopped, end in ends if stopped < end), count)
+    count, good = len(numbers), 0
+    for start, stopped in threads.share(count, size, copy):
+        if start != good:
+            break  # the range before it has a block that differs
+        good = stopped
+    return good
 
 
 def targets_of(buffers: Sequence[WritableBuffer] | WritableBuffer, count: int, size: int) -> list[memoryview]:
