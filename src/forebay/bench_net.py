@@ -217,6 +217,7 @@ def _tcp(daemon: BenchDaemon, buffers: Buffers, payload: int, region: int, round
             bare_put_s(0, count)
         namespace.delete([key for _, keys in moves.stored for key in keys], timeout_s=60)
         moves.stored.clear()
+        daemon.ask("lag")  # from here on
         found = {
             "put_free": against(moves.put_s, bare_put_s, fresh=True),
             "get": against(moves.get_s, bare_get_s, fresh=False),
