@@ -97,9 +97,13 @@ class NamespaceCore:
     def find(self, keys: Sequence[bytes], group: int = 0, *, timeout_s: float | None = None) -> Op[Match]:
         """The leading run that any tier holds. May count past a block deleted or damaged in its middle; `acquire` won't."""
         flat = _flat(keys)
+        began_s = time.perf_counter()
         reply = yield from self._call(lambda handle: wire.Match(handle, group, flat), timeout_s)
         runs = tuple(TierRun(tier, blocks) for tier, blocks in reply.runs)
         estimates = {name: TierEstimate(*values) for name, values in reply.estimates.items()}
+        if self.core.remote:
+            self.core.network.answered(time.perf_counter() - began_s)
+            estimates = self.core.network.seen_from_here(estimates)
         return Match(sum(run.blocks for run in runs), runs, estimates)
 
     def lease(

@@ -92,6 +92,7 @@ def fetch(
 
     blocks = 0
     loaded: list[TierRun] = []
+    began_s = time.perf_counter()
     lane = yield from _lane(space, deadline_s)
     clean = False
     try:
@@ -113,6 +114,8 @@ def fetch(
         clean = True
     finally:
         space.core.give_lane(lane, clean=clean)
+    if not loaded:  # else this was a tier's time, too
+        space.core.network.moved(blocks * layout.object_bytes, time.perf_counter() - began_s)
     return Fetched(blocks, headers, _first(loaded, blocks))
 
 

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from forebay.clients.copying import CopyThreads, default_copy_threads
 from forebay.clients.memory import NoMemory, SharedMemory, distinct_extents
+from forebay.clients.network import Network
 from forebay.clients.transport import Pending, Transport
 from forebay.kvstore import wire
 from forebay.kvstore.address import TcpAddress, default_socket_path, parse_address
@@ -176,6 +177,7 @@ class ClientCore:
         self._last_error: ClientError | None = None
         self._lanes: list[Lane] = []  # idle
         self.spare = Spare()
+        self.network = Network()  # as measured over TCP
 
     # --- sessions -------------------------------------------------------------------------------------------------
 

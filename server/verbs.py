@@ -595,7 +595,9 @@ class SessionVerbs:
     # --- telling --------------------------------------------------------------------------------------------------------
 
     def _report(self, request: wire.Report) -> Answer:
-        self._daemon.reports.add(request.kind, request.values)
+        # The daemon takes the speed of its memory from "load": over the network it would be the network's.
+        kind = "load_over_network" if request.kind == "load" and self.session.remote else request.kind
+        self._daemon.reports.add(kind, request.values)
         return wire.Done(1)
 
     def _stats(self, request: wire.Stats) -> Answer:

@@ -208,10 +208,10 @@ async def test_flush_without_a_tier_below_says_that_nothing_is_durable(space: An
     assert await space.prefetch(prompt.keys) == 0
 
 
-async def test_reports_are_summed_and_stats_tell_them(client: Any, space: Any) -> None:
+async def test_reports_are_summed_and_stats_tell_them(client: Any, space: Any, door: str) -> None:
     await space.report("load", bytes=4096, seconds=0.5)
     stats = await client.stats()
-    assert stats["reports"]["load"]["reports_total"] >= 1
+    assert stats["reports"]["load" if door == "unix" else "load_over_network"]["reports_total"] >= 1
     with pytest.raises(errors.BadRequest, match="finite"):
         await space.report("load", bytes=-1)
 

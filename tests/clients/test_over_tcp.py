@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from forebay.clients import AsyncClient, Client, PutResult
+from forebay.clients.network import Network
 from forebay.kvstore import wire
+from forebay.kvstore.cost import TierEstimate
 from forebay.kvstore.errors import ClientError, DaemonTimeout, DaemonUnavailable, ForebayError
 from forebay.kvstore.identity import PUBLIC_SECRET, namespace_id
 from forebay.kvstore.objects import ObjectLayout
@@ -313,6 +315,36 @@ async def test_without_a_table_peers_share_no_blocks_with_local_engines(connect:
         remote = Story(await (await connect(open_to_all.tcp)).open(FACTS), 1)
         assert await remote.right_blocks() == 0
         assert (await remote.put()).stored == BLOCKS
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------
+
+
+async def test_estimates_count_the_clients_own_network(connect: Connect, daemon: DaemonProcess, space: Any) -> None:
+    local = await (await connect(daemon.socket)).open(space.facts)
+    before = (await local.match([])).estimates["ram"]
+    story = Story(space, 40)
+    await story.put()
+    guessed = (await space.match(story.keys)).estimates["ram"]
+    assert await story.right_blocks() == BLOCKS
+    measured = (await space.match(story.keys)).estimates["ram"]
+    assert guessed.bandwidth_bytes_per_s != measured.bandwidth_bytes_per_s
+    await space.report("load", bytes=1000, seconds=1000.0)  # a slow link is no slow memory
+    assert (await local.match([])).estimates["ram"] == before
+    assert "load_over_network" in daemon.stats()["reports"]
+
+
+def test_a_tier_is_never_seen_faster_than_the_network() -> None:
+    network = Network()
+    network.moved(10_000_000, 1.0)
+    network.answered(0.25)
+    near = {"ram": TierEstimate(1e-4, 8e9), "disk": TierEstimate(0.5, 10_000_000.0, 7, 0.1, False)}
+    seen = network.seen_from_here(near)
+    assert seen["ram"] == TierEstimate(0.25, 10_000_000.0)
+    assert seen["disk"] == TierEstimate(0.75, 5_000_000.0, 7, 0.1, False)  # first loaded, then sent
+    for _ in range(50):
+        network.moved(100, 1e-9)  # too small to tell
+    assert network.seen_from_here(near)["ram"].bandwidth_bytes_per_s == 10_000_000.0
 
 
 # --- many at a time ---------------------------------------------------------------------------------------------------
