@@ -182,7 +182,7 @@ class TierChannel:
         except Exception:
             logger.exception("tier %s: leading_run failed", self.name)
             self._counters["unexpected_errors"] += 1
-            self._fail()
+            self._fail("leading_run failed")
             return 0
         return run
 
@@ -327,7 +327,7 @@ class TierChannel:
         self._counters["timeouts"] += 1
         self._counters["stuck"] += not task.done()
         if timeout_s >= self._policy.fair_timeout_s:
-            self._fail()
+            self._fail(f"no answer within {timeout_s:.3f} s")
         raise TierTimeout(f"no answer within {timeout_s:.3f} s", tier=self.name, key=key)
 
     def _judge(self, task: asyncio.Future[T], key: ObjectKey | None, sane: Callable[[T], bool], *, fair: bool) -> T:
@@ -345,31 +345,31 @@ class TierChannel:
         except BlockCorrupt:
             self.report_corrupt()
             raise
-        except TierTimeout:
+        except TierTimeout as timeout:
             self._counters["timeouts"] += 1
             if fair:
-                self._fail()
+                self._fail(timeout)
             raise
-        except TierError:
+        except TierError as trouble:
             self._counters["unavailable"] += 1
-            self._fail()
+            self._fail(trouble)
             raise
         except (Exception, asyncio.CancelledError) as exc:
             # Not ours: the task is over, so this CancelledError was raised inside the tier, not sent to this call.
             logger.exception("tier %s raised what no tier may", self.name)
             self._counters["unexpected_errors"] += 1
-            self._fail()
+            self._fail(exc)
             raise TierUnavailable(f"unexpected {type(exc).__name__}", tier=self.name, key=key) from exc
         self._breaker.success()
         return answer
 
     # --- breaker and probes -----------------------------------------------------------------------------------------
 
-    def _fail(self) -> None:
+    def _fail(self, reason: object) -> None:
         was_closed = self._breaker.closed
         self._breaker.failure()
         if was_closed and not self._breaker.closed:
-            logger.warning("tier %s: breaker open", self.name)
+            logger.warning("tier %s: breaker open: %s", self.name, reason)
             self._start_prober()
 
     def _start_prober(self) -> None:

@@ -50,8 +50,8 @@ _KEYS_A_TURN: Final = 256  # of a batch that needs no waiting: some 2 ms, then o
 _GONE_REMEMBERED: Final = 8192
 _MAX_PINNED_SHARE: Final = 0.5
 # Disks are fast only with several requests under way, and a commit is shared by all that wait for one.
-_SSD_POLICY: Final = ChannelPolicy(concurrency=24, store_concurrency=12, prior_latency_s=3e-4)
-_COPY_WORKERS: Final = 12
+_SSD_POLICY: Final = ChannelPolicy(concurrency=48, store_concurrency=32, prior_latency_s=3e-4)
+_COPY_WORKERS: Final = 32
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 import uvloop
 
+from forebay.server import logs
 from forebay.server.daemon import Daemon
 from forebay.server.settings import Settings
 from forebay.serving import spare_the_collector
@@ -56,6 +57,7 @@ async def _serve(settings: Settings) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    logs.set_up("warning", "text")
     daemon = Daemon(settings)
     await daemon.start()
     spare_the_collector()

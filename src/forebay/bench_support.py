@@ -99,9 +99,18 @@ class BenchDaemon:
                     raise
                 time.sleep(0.05)
 
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self._process.kill()
+        self._process.wait(30)
+        self._close_pipes()
+
     def stop(self) -> None:
         self._process.terminate()
         self._process.wait(30)
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

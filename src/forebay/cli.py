@@ -11,7 +11,7 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,10 +27,10 @@ from forebay.kvstore.errors import DaemonTimeout, DaemonUnavailable, ForebayErro
 if TYPE_CHECKING:
     from forebay.clients import Client
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_NO_DAEMON, EXIT_UNHEALTHY = range(5)
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_NO_DAEMON, EXIT_UNHEALTHY, EXIT_DAMAGED = range(6)
 EXPLAIN_BATCH = 1024  # keys, the most that one request may ask for
 EXIT_CODES = """[bold]Exit codes[/bold]  0 done · 1 failed · 2 wrong usage or settings · 3 no daemon answers \
-· 4 the daemon answers and is not healthy or not ready · 128+n ended by signal n"""
+· 4 the daemon answers and is not healthy or not ready · 5 fsck found damage · 128+n ended by signal n"""
 
 app = typer.Typer(
     name="forebay",
@@ -249,6 +249,50 @@ def config(
             _print_rows(list(rows))
 
 
+@app.command(epilog=EXIT_CODES)
+def fsck(
+    directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories of the ssd tier.")],
+    repair: Annotated[bool, typer.Option("--repair", help="Drop what is damaged and make the index anew.")] = False,
+    adopt: Annotated[bool, typer.Option("--adopt", help="Take over a directory of another host first.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read everything in directories of the ssd tier and say what is damaged.
+
+    No daemon may be using them. Without --repair nothing is changed. Exit code 5: damage was found and is still there.
+
+    [bold]Example[/bold]  forebay fsck --repair ~/.cache/forebay
+    """
+    with _reported(as_json):
+        from forebay import fsck as module
+
+        reports = []
+        for path in directories:
+            with _progress(f"reading {path}") as progress:
+                reports.append(module.check(path, repair=repair, take_over=adopt, progress=progress))
+        if as_json:
+            _print_json([report.as_dict() for report in reports])
+        else:
+            for report in reports:
+                facts = report.as_dict()
+                problems, repaired = facts.pop("problems"), facts.pop("repaired")
+                _print_table(
+                    [*facts.items(), *(("problem", p) for p in problems), *(("repaired", r) for r in repaired)]
+                )
+        if not all(report.sound for report in reports):
+            raise typer.Exit(EXIT_DAMAGED)
+
+
+@contextmanager
+def _progress(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, where that is a terminal."""
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(doing, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 Quick = Annotated[bool, typer.Option("--quick", help="Few and small rounds: does it work, not how fast.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; figures are medians over them.")]
 
@@ -292,6 +336,26 @@ def net(
     [bold]Example[/bold]  forebay bench net --json > net.json
     """
     _bench("net", as_json, quick=quick, rounds=rounds, size_mib=size_mib)
+
+
+@bench_app.command(epilog=EXIT_CODES)
+def ssd(
+    quick: Quick = False,
+    rounds: Rounds = 7,
+    size_gib: Annotated[int, typer.Option(min=1, help="Size of the set that is read and written, in GiB.")] = 8,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks on disk when a killed daemon starts again.")] = 1_000_000,
+    directory: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A folder on the disk to measure; default the cache folder.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The ssd tier beside fio, alone and through a daemon, and the first hit after a kill.
+
+    Needs fio, and three times --size-gib of free disk.
+
+    [bold]Example[/bold]  forebay bench ssd --directory /mnt/nvme --json > ssd.json
+    """
+    _bench("ssd", as_json, quick=quick, rounds=rounds, size_gib=size_gib, blocks=blocks, directory=directory)
 
 
 def _bench(name: str, as_json: bool, **options: object) -> None:

@@ -7,6 +7,7 @@ index is in the log of deletions, so that rebuilding the index from the segments
 
 from __future__ import annotations
 
+import errno
 import logging
 import queue
 import threading
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from forebay.kvstore.tier import ObjectKey
-from forebay.tiers.ssd.catalog import Batch, Catalog, SegmentState
+from forebay.tiers.ssd.catalog import Batch, Catalog, SegmentRow, SegmentState
 from forebay.tiers.ssd.files import Files, is_full
 from forebay.tiers.ssd.home import Home
 from forebay.tiers.ssd.layout import PAGE, Place, Record, SegmentHeader, pack_toc
@@ -58,11 +59,13 @@ class Committer:
         self._home, self._files, self._catalog = home, files, catalog
         self._tombstones, self._table, self._failed = tombstones, table, failed
         self._queue: queue.SimpleQueue[_Change | Segment | Callable[[], None] | None] = queue.SimpleQueue()
+        self._unsealed: list[Segment] = []
         self._unlogged: list[Place] = []  # given up, and not yet in the log for want of room on disk
         self.moved: dict[ObjectKey, Place] = {}  # copied out of a segment that is not yet emptied: the old places
         self._hidden: Counter[ObjectKey] = Counter()
         self._hidden_lock = threading.Lock()
         self._broken: BaseException | None = None
+        self._ended = False
         self.commits = 0
         self.written_bytes = 0
         table.sealable = self._queue.put
@@ -105,7 +108,11 @@ class Committer:
         return not self._thread.is_alive()
 
     def _ask(self, change: _Change) -> Future[bool]:
-        self._queue.put(change)
+        with self._hidden_lock:
+            if not self._ended:
+                self._queue.put(change)
+                return change.done
+        self._answer(change, OSError(errno.EBADF, "the directory was closed"))
         return change.done
 
     # --- the thread -----------------------------------------------------------------------------------------------
@@ -134,6 +141,12 @@ class Committer:
                 self._commit(changes)
             for other in others:
                 self._do(other)
+        with self._hidden_lock:
+            self._ended = True
+        while not self._queue.empty():  # asked for too late
+            work = self._queue.get_nowait()
+            if isinstance(work, _Change):
+                self._answer(work, OSError(errno.EBADF, "the directory was closed"))
 
     def _do(self, work: Segment | Callable[[], None]) -> None:
         if self._broken is not None:
@@ -144,7 +157,10 @@ class Committer:
             else:
                 work()
         except OSError as exc:
-            self._break(exc)
+            if isinstance(work, Segment) and is_full(exc):
+                self._unsealed.append(work)  # after the next commit there may be room
+            else:
+                self._break(exc)
         except Exception as exc:
             log.exception("a job of the commit thread failed")
             self._break(exc)
@@ -167,19 +183,22 @@ class Committer:
                 error = exc
                 self._break(exc)
         for change in changes:
-            if change.delete:
-                with self._hidden_lock:
-                    self._hidden[change.key] -= 1
-                    if not self._hidden[change.key]:
-                        del self._hidden[change.key]
-            if change.record is not None:
-                self._table.settle(change.record, committed=error is None and change.result and not change.drop)
-                if error is not None:
-                    self._unlogged.append(change.record.place)
-            if error is None:
-                change.done.set_result(change.result)
-            else:
-                change.done.set_exception(error)
+            self._answer(change, error)
+
+    def _answer(self, change: _Change, error: BaseException | None) -> None:
+        if change.delete:
+            with self._hidden_lock:
+                self._hidden[change.key] -= 1
+                if not self._hidden[change.key]:
+                    del self._hidden[change.key]
+        if change.record is not None:
+            self._table.settle(change.record, committed=error is None and change.result and not change.drop)
+            if error is not None:
+                self._unlogged.append(change.record.place)
+        if error is None:
+            change.done.set_result(change.result)
+        else:
+            change.done.set_exception(error)
 
     def _try_commit(self, changes: Sequence[_Change]) -> None:
         for number in {each.record.place.segment for each in changes if each.record is not None and not each.drop}:
@@ -192,6 +211,9 @@ class Committer:
                 self._apply(change, batch, buried, moved, unmoved)
             self._tombstones.append(buried)  # before the index forgets them, and durable before anybody is answered
         self._unlogged.clear()
+        for segment in self._unsealed:
+            self._queue.put(segment)
+        self._unsealed.clear()
         self.moved.update(moved)
         for place in (*buried, *moved.values()):
             self._table.mark_dead(place)
@@ -254,11 +276,11 @@ class Committer:
         self._files.write_all(fd, [last], (self._table.pages - 1) * PAGE)
         self._files.fdatasync(fd)
         self.written_bytes += len(table) + PAGE
+        size = sum(each.place.length for each in ordered)
+        with self._catalog.write() as batch:
+            row = SegmentRow(segment.generation, SegmentState.SEALED, len(ordered), size)
+            batch.set_segment(segment.number, row)
         with self._table.lock:
             segment.state = SegmentState.SEALED
-            segment.record_count = len(ordered)
-            segment.data_bytes = sum(each.place.length for each in ordered)
-            segment.records = []
+            segment.record_count, segment.data_bytes, segment.records = len(ordered), size, []
             self._table.lock.notify_all()
-        with self._catalog.write() as batch:
-            batch.set_segment(segment.number, segment.row)

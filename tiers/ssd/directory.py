@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -34,7 +35,7 @@ from forebay.tiers.ssd.tombstones import Tombstones, TombstonesLost
 log = logging.getLogger(__name__)
 
 # A process that dies again and again right after its start may die of its index: then that is checked, too.
-UNCLEAN_STARTS_LIMIT: Final = 3
+UNCLEAN_STARTS_LIMIT: Final = 8
 _LINEAR: Final = 32
 _CLOSE_S: Final = 20.0
 SUSPECT: Final = 1000  # unclean starts: the index is known to be in doubt
@@ -81,6 +82,9 @@ class Directory:
         self.reclaimer = Reclaimer(home, files, catalog, self.table, self._io, self.committer, self._fail)
         self.scrubber = Scrubber(home, files, self.table, self.committer, options.scrub_bytes_per_s, self._fail)
         self._lookups = threading.Lock()
+        self._idle = threading.Condition()
+        self._users = 0
+        self._closing = False
         self._closed = False
         self.record_bytes = 0
         self.data_bytes = 0
@@ -158,8 +162,12 @@ class Directory:
         def left_s() -> float:
             return max(deadline_s - time.monotonic(), 0.0)
 
+        with self._idle:
+            self._closing = True
         self.table.close_open()
-        ended = self.scrubber.close(left_s()) & self.reclaimer.close(left_s()) & self.committer.close(left_s())
+        with self._idle:  # a descriptor that is closed under a call may by then be another file's
+            unused = self._idle.wait_for(lambda: not self._users, left_s())
+        ended = unused & self.scrubber.close(left_s()) & self.reclaimer.close(left_s()) & self.committer.close(left_s())
         if not ended:
             log.error("the disk does not answer: its threads are left behind", extra={"path": str(self.home.path)})
             return False
@@ -242,8 +250,12 @@ class Directory:
     def write(self, key: ObjectKey, data: memoryview, deadline_s: float) -> Future[bool]:
         """Write an object and ask for its commit; what is returned is that commit.
 
-        Raises: TooLarge, NoRoom, OSError.
+        Raises: TooLarge, NoRoom, DirectoryDown, OSError.
         """
+        with self._using():
+            return self._write(key, data, deadline_s)
+
+    def _write(self, key: ObjectKey, data: memoryview, deadline_s: float) -> Future[bool]:
         offset = self._io.data_offset(data)
         pages = pages_of(offset + data.nbytes)
         if not self.table.fits(pages):
@@ -263,12 +275,26 @@ class Directory:
     def read(self, key: ObjectKey, place: Place, out: WritableBuffer) -> bool | None:
         """Read the object at a place. None: it was evicted since it was looked up. False: something else lies there.
 
-        Raises: OSError.
+        Raises: DirectoryDown, OSError.
         """
-        with self.table.reading(place) as fd:
+        with self._using(), self.table.reading(place) as fd:
             if fd is None:
                 return None
             return self._io.read(fd, key, place, out) is not None
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        with self._idle:
+            if self._closing:
+                raise DirectoryDown(f"{self.home.path} is closed")
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._users -= 1
+                if not self._users:
+                    self._idle.notify_all()
 
     def stats(self) -> dict[str, Any]:
         table = self.table

@@ -16,7 +16,7 @@ from typing import Final
 
 from forebay.tiers.ssd.catalog import Catalog, SegmentRow, SegmentState
 from forebay.tiers.ssd.committer import Committer
-from forebay.tiers.ssd.files import Files
+from forebay.tiers.ssd.files import Files, is_full
 from forebay.tiers.ssd.home import Home
 from forebay.tiers.ssd.layout import PAGE, Record, SegmentHeader, data_checksum, pack_segment
 from forebay.tiers.ssd.recordio import RecordIo, aligned_buffer
@@ -25,7 +25,6 @@ from forebay.tiers.ssd.segments import NoRoom, Segment, SegmentTable
 
 log = logging.getLogger(__name__)
 
-_SPARE: Final = 2
 _KEPT_SHARE: Final = 0.5  # of a segment: more would write the same bytes again and again
 _REMOVE_AT_ONCE: Final = 256
 _READERS_S: Final = 10.0
@@ -69,9 +68,14 @@ class Reclaimer:
             while not self._stop:
                 self._table.wanted.wait(_IDLE_S)
                 self._table.wanted.clear()
-                while not self._stop and self._needed():
-                    if not self.empty_one():
-                        break
+                try:
+                    while not self._stop and self._needed():
+                        if not self.empty_one():
+                            break
+                except OSError as exc:
+                    if not is_full(exc):
+                        raise
+                    time.sleep(0.01)  # the index has no room to change in; its readers go on
         except OSError as exc:
             self._failed(exc)
         except Exception as exc:
@@ -81,10 +85,14 @@ class Reclaimer:
     def _needed(self) -> bool:
         table = self._table
         with table.lock:
-            return table.spare() < min(_SPARE, max(table.limit - 2, 1)) or len(table.segments) > table.limit
+            return table.spare() < table.spare_wanted or len(table.segments) > table.limit
 
     def empty_one(self) -> bool:
-        """Returns whether a segment was emptied. Raises: OSError."""
+        """Returns whether a segment was emptied, or an empty one beyond the limit removed. Raises: OSError."""
+        surplus = self._table.take_surplus()
+        if surplus is not None:
+            self._remove(surplus)
+            return True
         segment = self._table.oldest_sealed()
         if segment is None:
             return False
@@ -92,28 +100,30 @@ class Reclaimer:
         self._keep_best(segment, records)
         if not self._table.kill(segment, timeout_s=_READERS_S):
             return False
-        generation = self._table.next_generation()
-        self._stamp(segment, generation)
-        old = segment.generation
-        for start in range(0, len(records), _REMOVE_AT_ONCE):
+        number, old, generation = segment.number, segment.generation, self._table.next_generation()
+        try:
+            self._stamp(segment, generation)
+            for start in range(0, len(records), _REMOVE_AT_ONCE):
+                with self._catalog.write() as batch:
+                    removed = [
+                        batch.remove_at(record.key, number, old) for record in records[start : start + _REMOVE_AT_ONCE]
+                    ]
+                self.evicted += sum(removed)
             with self._catalog.write() as batch:
-                for record in records[start : start + _REMOVE_AT_ONCE]:
-                    self.evicted += batch.remove_at(record.key, segment.number, old)
-        surplus = len(self._table.segments) > self._table.limit
-        with self._catalog.write() as batch:
-            if surplus:
-                batch.drop_segment(segment.number)
-            else:
-                batch.set_segment(segment.number, SegmentRow(generation, SegmentState.FREE))
-        number = segment.number
+                batch.set_segment(number, SegmentRow(generation, SegmentState.FREE))
+        except BaseException:
+            self._table.revive(segment)  # what the index still knows of it is still there
+            raise
         self._committer.first(lambda: self._forget_moves(number, old))
-        if surplus:
-            self._files.unlink(self._home.segment(number))
-            self._table.forget(segment)
-        else:
-            self._table.emptied(segment, generation)
+        self._table.emptied(segment, generation)
         self.emptied += 1
         return True
+
+    def _remove(self, segment: Segment) -> None:
+        with self._catalog.write() as batch:
+            batch.drop_segment(segment.number)
+        self._files.unlink(self._home.segment(segment.number))
+        self._table.forget(segment)
 
     def _records(self, segment: Segment) -> list[Record]:
         header = SegmentHeader(segment.number, self._table.pages, segment.generation, empty=False)
@@ -139,7 +149,11 @@ class Reclaimer:
                 break
             moves.append(move)
         for move in moves:
-            self.kept += move.result(timeout=60.0)
+            try:
+                self.kept += move.result(timeout=60.0)
+            except OSError as exc:
+                if not is_full(exc):
+                    raise
 
     def _copy_out(self, segment: Segment, record: Record) -> Future[bool] | None:
         """Copy one object into the open segment. None: there is no room for it."""
@@ -153,7 +167,7 @@ class Reclaimer:
         if found is None or data_checksum(data) != found.xxh3:
             return self._committer.delete(record.key, only_from=old)
         try:
-            place = self._table.reserve(old.length, self._io.data_offset(data), deadline_s=time.monotonic())
+            place = self._table.reserve(old.length, self._io.data_offset(data), deadline_s=time.monotonic(), kept=True)
         except NoRoom:
             return None
         new = Record(record.key, place, found.xxh3)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from forebay.tiers.ssd.catalog import Catalog, SegmentRow, SegmentState
 from forebay.tiers.ssd.files import Files, is_full
@@ -22,6 +23,9 @@ from forebay.tiers.ssd.layout import PAGE, Place, Record, SegmentHeader, pack_se
 from forebay.tiers.ssd.recordio import aligned_buffer
 
 log = logging.getLogger(__name__)
+
+_GROW_AGAIN_S: Final = 30.0
+_SMALL: Final = 6  # segments: with fewer, none is set aside
 
 
 class NoRoom(Exception):
@@ -68,8 +72,10 @@ class SegmentTable:
         self.segments: dict[int, Segment] = {}
         self.sealable: Callable[[Segment], None] = lambda segment: None  # told when an open segment can be sealed
         self.direct = True
-        self._open: Segment | None = None
-        self._opening = False
+        # One for what is put, one for what is kept when a segment is emptied: emptying must not wait for itself, and what
+        # was worth keeping once will be looked at again together.
+        self._open: dict[bool, Segment | None] = {False: None, True: None}
+        self._opening = {False: False, True: False}
         self._closed = False
         self._ticks = itertools.count(1)
         self._grow_failed_s = -1e9
@@ -89,17 +95,20 @@ class SegmentTable:
         """Whether a record of so many pages could lie in any segment."""
         return 1 + pages + toc_pages(1) <= self.pages
 
-    def reserve(self, length: int, data_offset: int, *, deadline_s: float) -> Place:
-        """Pages for one record. The caller writes it, then sees that `settle` is called. Raises: NoRoom, OSError."""
+    def reserve(self, length: int, data_offset: int, *, deadline_s: float, kept: bool = False) -> Place:
+        """Pages for one record. The caller writes it, then sees that `settle` is called. Raises: NoRoom, OSError.
+
+        kept: for an object out of a segment that is being emptied.
+        """
         pages = pages_of(data_offset + length)
         while True:
             with self.lock:
-                while self._opening and not self._closed:
+                while self._opening[kept] and not self._closed:
                     if not self.lock.wait(max(deadline_s - time.monotonic(), 0.0)):
                         raise NoRoom("no segment was opened in time")
                 if self._closed:
                     raise NoRoom("the directory is closing")
-                segment = self._open
+                segment = self._open[kept]
                 if segment is not None:
                     if segment.tail_page + pages + toc_pages(segment.allocated + 1) <= self.pages:
                         place = Place(segment.number, segment.generation, segment.tail_page, length, data_offset)
@@ -107,15 +116,15 @@ class SegmentTable:
                         segment.allocated += 1
                         segment.pending += 1
                         return place
-                    self._close_open(segment)
-                self._opening = True
+                    self._close_open(kept, segment)
+                self._opening[kept] = True
             opened: Segment | None = None
             try:
-                opened = self._open_next(deadline_s)
+                opened = self._open_next(deadline_s, kept)
             finally:
                 with self.lock:
-                    self._opening = False
-                    self._open = opened
+                    self._opening[kept] = False
+                    self._open[kept] = opened
                     self.lock.notify_all()
 
     def settle(self, record: Record, *, committed: bool) -> None:
@@ -134,18 +143,19 @@ class SegmentTable:
         """Take no more records; the open segment is sealed as soon as what is being written to it is settled."""
         with self.lock:
             self._closed = True
-            if self._open is not None:
-                self._close_open(self._open)
+            for kept, segment in self._open.items():
+                if segment is not None:
+                    self._close_open(kept, segment)
             self.lock.notify_all()
 
-    def _close_open(self, segment: Segment) -> None:
-        self._open = None
+    def _close_open(self, kept: bool, segment: Segment) -> None:
+        self._open[kept] = None
         segment.full = True
         if not segment.pending:
             self.sealable(segment)
 
-    def _open_next(self, deadline_s: float) -> Segment:
-        segment = self._take_free(deadline_s)
+    def _open_next(self, deadline_s: float, kept: bool) -> Segment:
+        segment = self._take_free(deadline_s, kept)
         generation = self.next_generation()
         try:
             with self._catalog.write() as batch:
@@ -170,18 +180,24 @@ class SegmentTable:
             segment.hits, segment.dead = {}, set()
         return segment
 
-    def _take_free(self, deadline_s: float) -> Segment:
+    def _take_free(self, deadline_s: float, kept: bool) -> Segment:
         """An empty segment, taken out of the free ones: an old one, a new file, or one that is emptied for us."""
         while True:
             with self.lock:
+                leave = 0 if kept or self._count() < _SMALL else 1
                 found = next((each for each in self.segments.values() if each.state is SegmentState.FREE), None)
-                if found is not None and len(self.segments) <= self.limit:
+                allowed = self.spare() > leave
+                if found is not None and allowed and len(self.segments) <= self.limit:
                     found.state = SegmentState.OPEN
-                if self.spare() < 2:
+                if self.spare() < self.spare_wanted:
                     self.wanted.set()
                 if found is not None and found.state is SegmentState.OPEN:
                     return found
-                may_grow = len(self.segments) < self.limit and time.monotonic() - self._grow_failed_s > 30.0
+                may_grow = (
+                    allowed
+                    and len(self.segments) < self.limit
+                    and time.monotonic() - self._grow_failed_s > _GROW_AGAIN_S
+                )
                 number = next(n for n in itertools.count() if n not in self.segments)
             if may_grow and self._make(number):
                 continue
@@ -219,11 +235,20 @@ class SegmentTable:
             self.segments[number] = Segment(number, SegmentRow(0, SegmentState.FREE))
         return True
 
+    @property
+    def spare_wanted(self) -> int:
+        """Below this many spare ones, segments are emptied."""
+        return 1 if self._count() < _SMALL else 3
+
     def spare(self) -> int:
         """Empty segments at hand, made or still to be made. Under the lock."""
         free = sum(each.state is SegmentState.FREE for each in self.segments.values())
-        growing = time.monotonic() - self._grow_failed_s > 30.0
-        return free + (max(self.limit - len(self.segments), 0) if growing else 0)
+        return free + max(self._count() - len(self.segments), 0)
+
+    def _count(self) -> int:
+        """How many segments there are, or can be made as far as the disk had room when last tried."""
+        growing = time.monotonic() - self._grow_failed_s > _GROW_AGAIN_S
+        return self.limit if growing else min(self.limit, len(self.segments))
 
     def next_generation(self) -> int:
         with self.lock:
@@ -306,6 +331,22 @@ class SegmentTable:
                 return True
             segment.dying = False
             return False
+
+    def revive(self, segment: Segment) -> None:
+        """Emptying it failed: it is read as before, and tried again later."""
+        with self.lock:
+            segment.dying = False
+
+    def take_surplus(self) -> Segment | None:
+        """An empty segment beyond the limit, for its file to be removed."""
+        with self.lock:
+            if len(self.segments) <= self.limit:
+                return None
+            free = [each for each in self.segments.values() if each.state is SegmentState.FREE]
+            if free:
+                free[-1].state = SegmentState.OPEN
+                return free[-1]
+            return None
 
     def emptied(self, segment: Segment, generation: int) -> None:
         """It holds nothing any more and may be written again."""

@@ -173,7 +173,7 @@ class SsdTier:
                 raise self._full(key, view.nbytes, directory) from exc
             volume.trouble(exc)
             raise TierUnavailable(f"{volume.path}: {exc}", tier=self.name, key=key) from exc
-        except RuntimeError as exc:  # the workers were closed while we waited for our turn
+        except (DirectoryDown, RuntimeError) as exc:  # closed while we waited for our turn
             raise self._down(key) from exc
         volume.fine()
 
@@ -209,7 +209,7 @@ class SsdTier:
         except OSError as exc:
             volume.trouble(exc)
             raise TierUnavailable(f"{volume.path}: {exc}", tier=self.name, key=key) from exc
-        except RuntimeError as exc:
+        except (DirectoryDown, RuntimeError) as exc:
             raise self._down(key) from exc
         if good is False:
             self._corrupt += 1

@@ -22,7 +22,7 @@ from forebay.tiers.ssd.workers import Workers
 
 log = logging.getLogger(__name__)
 
-_STABLE_S: Final = 30.0
+_STABLE_S: Final = 10.0
 _MISSED_LIMIT: Final = 100_000
 
 
@@ -52,6 +52,7 @@ class Volume:
         self.reopened = 0
         self._failures_in_row = 0
         self._error: BaseException | None = None
+        self._hanging: Directory | None = None  # could not be closed, since threads hang in its disk
         self._missed: set[ObjectKey] = set()
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -80,6 +81,7 @@ class Volume:
 
     def fail(self, exc: BaseException) -> None:
         """Take it out of use now; its thread opens it again."""
+        self.reason = f"{self.path}: {exc}"
         self._error = exc
         self._wake.set()
 
@@ -110,6 +112,12 @@ class Volume:
                 wait_s = min(2 * wait_s, self._retry_limit_s)
 
     def _open(self) -> bool:
+        if self._hanging is not None and not self._hanging.close(0.1, clean=False):
+            self._say(f"{self.path}: the disk does not answer")
+            self._settled.set()
+            return False
+        self._hanging = self._error = None
+        self._failures_in_row = 0
         try:
             directory = Directory.open(
                 self.path,
@@ -142,8 +150,6 @@ class Volume:
         self._settled.set()
 
     def _serve(self, directory: Directory) -> bool:
-        self._error = None
-        self._failures_in_row = 0
         try:
             while True:
                 with self._lock:
@@ -157,7 +163,8 @@ class Volume:
             with self._lock:
                 self._missed |= missed
             self._say(f"{self.path}: {exc}")
-            directory.close(clean=False)
+            if not directory.close(clean=False):
+                self._hanging = directory
             return False
         self.reopened += 1
         self._settled.set()
@@ -179,14 +186,15 @@ class Volume:
                 except OSError as exc:
                     self._error = exc
         if self._error is not None and not self._closing:
-            self._say(f"{self.path}: {self._error}")
+            log.error("a directory is taken out of use", extra={"reason": self.reason})
         with self._lock:
             self.directory = None
             if self._error is None:
                 self.reason = "closed"
         if self._closing:
             self.workers.close(self._close_timeout_s)
-        directory.close(self._close_timeout_s, clean=self._error is None)
+        if not directory.close(self._close_timeout_s, clean=self._error is None):
+            self._hanging = directory
 
     def close(self, timeout_s: float) -> None:
         """Finish what runs and close the directory, waiting at most so long."""
