@@ -11,10 +11,11 @@ A segment file: header page, records, table of contents, footer page. A record: 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from forebay.kvstore.tier import Buffer, ObjectKey
@@ -27,6 +28,8 @@ FORMAT_VERSION: Final = 1
 
 RECORD_BYTES: Final = 128
 ENTRY_BYTES: Final = 64
+# Entries of a table handled in one array operation: some 0.5 ms, for which no other thread runs.
+_CHUNK: Final = 512
 MIN_SEGMENT_BYTES: Final = 8 * PAGE
 MAX_SEGMENT_BYTES: Final = 1 << 30
 
@@ -191,11 +194,7 @@ def pack_toc(
     records: Sequence[Record], header: SegmentHeader, page: int, directory: DirectoryId
 ) -> tuple[bytes, bytes]:
     """(table in whole pages, to lie at `page`; footer page, the segment's last)."""
-    table = np.zeros(len(records), _ENTRY)
-    for row, (key, place, xxh3) in zip(table, records, strict=True):
-        row["namespace"], row["block"], row["group"] = key.namespace, key.block, key.group
-        row["data_offset"], row["page"], row["length"], row["xxh3"] = place.data_offset, place.page, place.length, xxh3
-    entries = table.tobytes()
+    entries = b"".join(_pack_entries(records[at : at + _CHUNK]) for at in range(0, len(records), _CHUNK))
     body = _FOOTER.pack(
         _FOOTER_MAGIC,
         FORMAT_VERSION,
@@ -211,6 +210,14 @@ def pack_toc(
     )
     footer = (body[:-8] + _digest(body[:-8], directory)).ljust(PAGE, b"\0")
     return entries.ljust(pages_of(len(entries)) * PAGE, b"\0"), footer
+
+
+def _pack_entries(records: Sequence[Record]) -> bytes:
+    rows = [
+        (key.namespace, key.block, key.group, place.data_offset, place.page, place.length, 0, xxh3, 0)
+        for key, place, xxh3 in records
+    ]
+    return np.array(rows, _ENTRY).tobytes()
 
 
 class Footer(NamedTuple):
@@ -243,13 +250,12 @@ def unpack_toc(raw: Buffer, footer: Footer, header: SegmentHeader, directory: Di
     entries = bytes(raw[: footer.bytes])
     if len(entries) != footer.bytes or xxhash.xxh3_64_intdigest(entries, directory.seed) != footer.xxh3:
         return None
-    return list(_sane(np.frombuffer(entries, _ENTRY).tolist(), header))
+    table = np.frombuffer(entries, _ENTRY)
+    return [record for at in range(0, len(table), _CHUNK) for record in _sane(table[at : at + _CHUNK], header)]
 
 
-def _sane(
-    rows: Iterable[tuple[bytes, bytes, int, int, int, int, int, int, int]], header: SegmentHeader
-) -> Iterable[Record]:
-    for namespace, block, group, data_offset, page, length, _, xxh3, _ in rows:
+def _sane(table: npt.NDArray[np.void], header: SegmentHeader) -> Iterator[Record]:
+    for namespace, block, group, data_offset, page, length, _, xxh3, _ in table.tolist():
         place = Place(header.segment, header.generation, page, length, data_offset)
         if fits(place, header.pages):
             yield Record(ObjectKey(bytes(namespace), bytes(block), group), place, xxh3)

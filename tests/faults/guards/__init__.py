@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 
-from tests.faults.guards import adapter, clients, identity, memory, sessions, store
+from tests.faults.guards import adapter, clients, identity, memory, sessions, ssd, store
 from tests.faults.guards.registry import OFF, VARIABLE, Off
 
 __all__ = ["OFF", "VARIABLE", "Off", "pytest_configure", "switch_off"]
 
-_AREAS = (adapter, clients, identity, memory, sessions, store)  # importing them filled OFF
+_AREAS = (adapter, clients, identity, memory, sessions, ssd, store)  # importing them filled OFF
 
 
 def switch_off() -> None:
