@@ -113,6 +113,7 @@ class AsyncNamespace(NamespaceCore):
     prefetch = awaitable(NamespaceCore.start_loading)
     pin = awaitable(NamespaceCore.keep)
     unpin = awaitable(NamespaceCore.unkeep)
+    expire = awaitable(NamespaceCore.end_after)
     flush = awaitable(NamespaceCore.make_durable)
     delete = awaitable(NamespaceCore.forget)
     explain = awaitable(NamespaceCore.ask_why)
@@ -151,6 +152,7 @@ class AsyncClient(ClientCore):
     """
 
     stats = awaitable(ClientCore.read_stats)
+    purge = awaitable(ClientCore.forget_all)
 
     def __init__(self, socket_path: Any = None, **options: Any) -> None:
         """Arguments as ClientCore."""

@@ -84,6 +84,7 @@ class Namespace(NamespaceCore):
     prefetch = blocking(NamespaceCore.start_loading)
     pin = blocking(NamespaceCore.keep)
     unpin = blocking(NamespaceCore.unkeep)
+    expire = blocking(NamespaceCore.end_after)
     flush = blocking(NamespaceCore.make_durable)
     delete = blocking(NamespaceCore.forget)
     explain = blocking(NamespaceCore.ask_why)
@@ -114,6 +115,7 @@ class Client(ClientCore):
     """
 
     stats = blocking(ClientCore.read_stats)
+    purge = blocking(ClientCore.forget_all)
 
     def __init__(self, socket_path: Any = None, **options: Any) -> None:
         """Connect. Arguments as ClientCore. Raises: DaemonUnavailable, DaemonTimeout."""

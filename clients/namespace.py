@@ -353,10 +353,22 @@ class NamespaceCore:
 
     # --- keeping, forgetting, telling ---------------------------------------------------------------------------------
 
-    def keep(self, keys: Sequence[bytes], group: int = 0, *, timeout_s: float | None = None) -> Op[int]:
-        """Keep blocks in RAM until `unpin`, once for each call. Returns how many of the keys are there."""
-        flat = _flat(keys)
-        return (yield from self._call(lambda handle: wire.Pin(handle, group, flat), timeout_s)).count
+    def keep(
+        self, keys: Sequence[bytes], group: int = 0, *, for_s: float | None = None, timeout_s: float | None = None
+    ) -> Op[int]:
+        """Keep blocks in RAM until `unpin`, once for each call. Returns how many of the keys are there.
+
+        for_s: seconds after which the pin ends by itself (then don't `unpin` it).
+        """
+        flat, for_ms = _flat(keys), 0 if for_s is None else _milliseconds(for_s)
+        return (yield from self._call(lambda handle: wire.Pin(handle, group, flat, for_ms), timeout_s)).count
+
+    def end_after(
+        self, keys: Sequence[bytes], seconds: float, group: int = 0, *, timeout_s: float | None = None
+    ) -> Op[int]:
+        """Have blocks forgotten on all tiers, `seconds` from now, as long as this daemon lives. Returns how many keys."""
+        flat, after_ms = _flat(keys), _milliseconds(seconds)
+        return (yield from self._call(lambda handle: wire.Expire(handle, group, flat, after_ms), timeout_s)).count
 
     def unkeep(self, keys: Sequence[bytes], group: int = 0, *, timeout_s: float | None = None) -> Op[int]:
         """Undo one `pin`. Returns how many of the keys were pinned."""
@@ -410,6 +422,13 @@ def _words_of(token_ids: TokenIds | None, count: int, layout: ObjectLayout) -> n
     if words is not None and len(words) < count * layout.block_tokens:
         raise ValueError(f"{count} blocks have {count * layout.block_tokens} tokens, not {len(words)}")
     return words
+
+
+def _milliseconds(seconds: float) -> int:
+    """Raises: ValueError: no time at all, or less."""
+    if not seconds > 0:
+        raise ValueError(f"a time is more than 0 seconds, not {seconds}")
+    return max(1, round(1000 * seconds))
 
 
 def _flat(keys: Sequence[bytes]) -> bytes:

@@ -14,7 +14,7 @@ import ssl
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -372,6 +372,25 @@ class ClientCore:
         """What the daemon has done and holds, as nested numbers."""
         reply = yield from self.call(wire.Stats(), timeout_s)
         return reply.stats
+
+    def forget_all(
+        self,
+        namespaces: Sequence[bytes] = (),
+        *,
+        older_than_s: float = 0.0,
+        tenant: str = "",
+        timeout_s: float | None = None,
+    ) -> Op[tuple[int, list[str]]]:
+        """Forget whole namespaces, by their ids, on all tiers; none given: everything of this client's tenant.
+
+        Args:
+            older_than_s: only what was stored longer ago.
+            tenant: another one's, for operators.
+        Returns: objects forgotten, and the tiers that can't list what they hold: there only what RAM knew is gone.
+        """
+        request = wire.Purge(list(namespaces), int(1000 * older_than_s), tenant)
+        reply = yield from self.call(request, timeout_s)
+        return reply.objects, reply.unlisted
 
     def map_extents(self, life: Life, places: npt.NDArray[np.void], deadline_s: float) -> Op[int]:
         """Get the extents that places lie in. Returns for how many leading places: one may be retired meanwhile."""

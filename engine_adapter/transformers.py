@@ -152,7 +152,10 @@ class PrefixReuse:
         choose: Callable[[torch.Tensor], int] | None = None,
         stop_tokens: Collection[int] | None = None,
         keep_logits: bool = False,
+        load: bool = True,
         store: bool = True,
+        keep_s: float | None = None,
+        forget_after_s: float | None = None,
     ) -> GenerationResult:
         """Continue a prompt.
 
@@ -160,7 +163,9 @@ class PrefixReuse:
             input_ids: token ids of one sequence, [n] or [1, n].
             choose: picks a token from logits [vocabulary]; None is greedy.
             stop_tokens: end after one of these; None uses the model's own.
-            store: False leaves the daemon's content as it is.
+            load: False computes the whole prompt. store: False leaves the daemon's content as it is.
+            keep_s: keep the prompt's blocks from eviction for that many seconds (a system prompt, say).
+            forget_after_s: have what is stored by this request forgotten that many seconds later.
         Raises: ValueError: an empty prompt, more than one sequence, or no token to generate.
         """
         ids = _as_list(input_ids)
@@ -173,7 +178,7 @@ class PrefixReuse:
         kept: list[torch.Tensor] = []
         with torch.inference_mode(), torch.autocast(self._model.device.type, enabled=False):
             begin = time.perf_counter()
-            reuse, keys = self._load(ids, kv)
+            reuse, keys = self._load(ids, kv) if load else (Reuse(miss=self._count("load_off")), None)
             loaded = time.perf_counter()
             cache = kv.cache()
             logits = self._run(ids[kv.length :], cache, kv)
@@ -181,7 +186,7 @@ class PrefixReuse:
             first = time.perf_counter()
             tokens = [token]
             if store:
-                stores += self._store_soon(kv, ids, reuse.blocks, keys)
+                stores += self._store_soon(kv, ids, reuse.blocks, keys, forget_after_s)
             while True:
                 if keep_logits:
                     kept.append(logits.float().cpu())
@@ -197,7 +202,10 @@ class PrefixReuse:
         timings = Timings(first - begin, loaded - begin, first - loaded, end - first)
         if store:
             # The last token was chosen but never computed: it has no KV yet.
-            stores += self._store_soon(kv, ids + tokens[:-1], len(ids) // self.facts.block_tokens, None)
+            first_new = len(ids) // self.facts.block_tokens
+            stores += self._store_soon(kv, ids + tokens[:-1], first_new, None, forget_after_s)
+        if keep_s is not None:
+            self._submit(lambda: self._keep_blocks(ids, keep_s))
         self._submit(lambda: self._report(reuse, computed, timings))
         self._return_after(kv, stores)
         return GenerationResult(tokens, len(ids), timings, reuse, torch.stack(kept) if keep_logits else None)
@@ -277,12 +285,14 @@ class PrefixReuse:
 
     # --- storing ------------------------------------------------------------------------------------------------------
 
-    def _store_soon(self, kv: KVBuffer, ids: list[int], first: int, keys: list[bytes] | None) -> list[Future[None]]:
+    def _store_soon(
+        self, kv: KVBuffer, ids: list[int], first: int, keys: list[bytes] | None, forget_after_s: float | None
+    ) -> list[Future[None]]:
         """Store the full blocks of `ids` from block `first` on, on the storing thread. Their KV must not change again."""
         last = len(ids) // self.facts.block_tokens
         if self._client is None or last <= first:
             return []
-        return self._submit(lambda: self._store(kv, ids, first, last, keys))
+        return self._submit(lambda: self._store(kv, ids, first, last, keys, forget_after_s))
 
     def _submit(self, work: Callable[[], None]) -> list[Future[None]]:
         if self._client is None:
@@ -300,7 +310,25 @@ class PrefixReuse:
             self._count("store_failed")
             _log.error("storing KV failed unexpectedly", exc_info=error)
 
-    def _store(self, kv: KVBuffer, ids: list[int], first: int, last: int, keys: list[bytes] | None) -> None:
+    def _keep_blocks(self, ids: list[int], seconds: float) -> None:
+        try:
+            namespace = self._open()
+            if namespace is not None:
+                kept = namespace.pin(namespace.keys(ids), for_s=seconds)
+                with self._lock:
+                    self.counters["kept"] += kept
+        except _TROUBLE as exc:
+            self._trouble(exc, prefix="keep_")
+
+    def _store(
+        self,
+        kv: KVBuffer,
+        ids: list[int],
+        first: int,
+        last: int,
+        keys: list[bytes] | None,
+        forget_after_s: float | None,
+    ) -> None:
         block_tokens = self.facts.block_tokens
         batch = max(1, _STORE_BATCH_BYTES // self._block_bytes)
         try:
@@ -318,6 +346,8 @@ class PrefixReuse:
                 with self._lock:
                     self.counters.update(stored=result.stored, already_present=result.present + result.pending)
                     self.counters.update(store_refused=result.refused)
+                if forget_after_s is not None and result.stored:
+                    namespace.expire(keys[start:end], forget_after_s)
                 if result.refused:
                     return  # later blocks are of no use without these
         except _TROUBLE as exc:

@@ -273,15 +273,42 @@ class Fill(Request[Done], array_like=True, tag="fill"):
 
 
 class Pin(Request[Done], array_like=True, tag="pin"):
+    """Keep blocks in RAM until `unpin`, or for `for_ms` if that is given: then the pin ends by itself."""
+
     handle: int
     group: int
     keys: bytes
+    for_ms: int = 0
 
 
 class Unpin(Request[Done], array_like=True, tag="unpin"):
     handle: int
     group: int
     keys: bytes
+
+
+class Expire(Request[Done], array_like=True, tag="expire"):
+    """Forget blocks that are here now, on all tiers, `after_ms` from now."""
+
+    handle: int
+    group: int
+    keys: bytes
+    after_ms: int
+
+
+class PurgeReply(msgspec.Struct, array_like=True):
+    """`unlisted`: tiers that can't list what they hold; there only what RAM knew was forgotten."""
+
+    objects: int
+    unlisted: list[str]
+
+
+class Purge(Request[PurgeReply], array_like=True, tag="purge"):
+    """Forget whole namespaces (none given: all of the tenant), or what in them is older than `older_than_ms`."""
+
+    namespaces: _Names = []
+    older_than_ms: int = 0
+    tenant: str = ""
 
 
 class Delete(Request[Done], array_like=True, tag="delete"):
@@ -354,7 +381,9 @@ REQUESTS: Final = (
     Fill,
     Pin,
     Unpin,
+    Expire,
     Delete,
+    Purge,
     Flush,
     Report,
     Stats,
@@ -381,7 +410,9 @@ AnyRequest = (
     | Fill
     | Pin
     | Unpin
+    | Expire
     | Delete
+    | Purge
     | Flush
     | Report
     | Stats

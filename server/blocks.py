@@ -26,6 +26,7 @@ from forebay.kvstore.keys import KEY_BYTES, block_keys
 from forebay.kvstore.objects import Header, ObjectLayout
 from forebay.kvstore.wire import SlotStatus
 from forebay.server.auth import Principal
+from forebay.server.purge import Purged, purge, scope_of
 from forebay.server.sessions import Namespace
 from forebay.tiers.ram import RamDomain
 
@@ -36,13 +37,14 @@ MAX_NAMESPACES: Final = 4096  # of one trust domain, opened by doors without ses
 VERIFY_IN_THREAD_BYTES: Final = 2 << 20  # 0.2 ms of hashing
 
 
-@dataclass
+@dataclass(eq=False)
 class Receiving:
     """A place that one object is written into. `view` is header and payload; `commit` shows it."""
 
     view: memoryview
     row: RowArray
     table: Table
+    purged: bool = False  # since it was made, a purge came over its namespace
 
 
 class Lent:
@@ -82,6 +84,7 @@ class Blocks:
         self._daemon = daemon
         self._opened: dict[str, int] = {}
         self._receiving_bytes: dict[str, int] = {}
+        self.receiving: set[Receiving] = set()
         self.bytes_in = 0
         self.bytes_out = 0
 
@@ -128,10 +131,12 @@ class Blocks:
         domain, table = self.domain(principal), self.table(namespace, group)
         in_ram = table.leading_run(keys)
         if in_ram == len(keys) or not self._daemon.lower:
+            self._daemon.ceiling.asked_for(b"".join(keys), in_ram)
             return [(domain.name, in_ram)] if in_ram else []
         runs = await self._daemon.store_of(domain).match(
             namespace.id, group, keys, timeout_s=self._daemon.probe_timeout_s
         )
+        self._daemon.ceiling.asked_for(b"".join(keys), sum(run.blocks for run in runs))
         return [(name, count) for name, count in runs]
 
     def estimates(self) -> dict[str, tuple[float, float, int, float, bool]]:
@@ -183,9 +188,11 @@ class Blocks:
             return
         self._receiving_bytes[domain.domain_name] = held + table.object_bytes
         receiving = Receiving(domain.object_view(int(got.rows[0])), got.rows, table)
+        self.receiving.add(receiving)
         try:
             yield receiving
         finally:
+            self.receiving.discard(receiving)
             receiving.view.release()
             self._receiving_bytes[domain.domain_name] -= table.object_bytes
             if len(receiving.row):
@@ -209,6 +216,8 @@ class Blocks:
             trouble = await self._trouble(layout, receiving.view, header.key, namespace.id)
             if trouble is not None:
                 raise BadRequest(f"the object was not stored: its {trouble} is wrong")
+        if receiving.purged:
+            raise BadRequest("the namespace was purged while the object was on its way: nothing was stored")
         domain, table, daemon = self.domain(principal), receiving.table, self._daemon
         row, receiving.row = receiving.row, receiving.row[:0]
         domain.commit(table, row)
@@ -232,6 +241,30 @@ class Blocks:
         table = self.table(namespace, group)
         wanted = [self._daemon.object_key(table, key) for key in keys]
         return await self._daemon.delete(self.domain(principal), wanted)
+
+    def pin(self, principal: Principal, namespace: Namespace, group: int, keys: Sequence[bytes], seconds: float) -> int:
+        """Keep blocks in RAM for some time. Returns how many of the keys are there. Raises: OverLimit, BadRequest."""
+        rows = self.table(namespace, group).find(keys)
+        rows = np.unique(rows[rows >= 0])
+        self._daemon.check_pins(rows)
+        self._daemon.expiries.pin(self.domain(principal), rows, seconds)
+        return len(rows)
+
+    def expire(
+        self, principal: Principal, namespace: Namespace, group: int, keys: Sequence[bytes], seconds: float
+    ) -> int:
+        """Forget blocks on all tiers after some time. Raises: OverLimit, BadRequest."""
+        table = self.table(namespace, group)
+        wanted = [self._daemon.object_key(table, key) for key in keys]
+        self._daemon.expiries.forget_after(self.domain(principal), wanted, seconds)
+        return len(keys)
+
+    async def purge(
+        self, principal: Principal, namespaces: Sequence[bytes], older_than_s: float, tenant: str
+    ) -> Purged:
+        """Forget whole namespaces, or what in them is older. Raises: Forbidden, UnknownHandle."""
+        scope = scope_of(self._daemon, principal, None, tenant)
+        return await asyncio.shield(self._daemon.background(purge(self._daemon, scope, namespaces, older_than_s)))
 
     def stats(self) -> dict[str, int]:
         return {

@@ -12,17 +12,17 @@ import logging
 import os
 import socket
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from forebay import __version__
 from forebay.kvstore.channel import ChannelPolicy, TierChannel
-from forebay.kvstore.errors import BadRequest, OverLimit, UnknownHandle
+from forebay.kvstore.errors import OverLimit, ProtocolError
 from forebay.kvstore.identity import NamespaceFacts, namespace_id
-from forebay.kvstore.index import ABSENT, RowArray, State, Table
+from forebay.kvstore.index import RowArray, Table
 from forebay.kvstore.objects import seal
 from forebay.kvstore.store import Store, StorePolicy
 from forebay.kvstore.tier import ObjectKey, SupportsStats, Tier
@@ -31,7 +31,10 @@ from forebay.kvstore.wire import VERBS
 from forebay.server.auth import check_verbs
 from forebay.server.blocks import Blocks
 from forebay.server.busypoll import BusyPoll
+from forebay.server.ceiling import Ceiling
 from forebay.server.door import Connection, UnixListener
+from forebay.server.expiry import Expiries
+from forebay.server.explain import Explainer
 from forebay.server.http import HttpDoor
 from forebay.server.lag import LoopLag
 from forebay.server.netdoor import TcpListener
@@ -42,12 +45,12 @@ from forebay.server.verbs import SessionVerbs
 from forebay.tiers.ram import RamDomain, RamTier
 from forebay.tiers.ssd import SsdTier
 
+T = TypeVar("T")
 log = logging.getLogger("forebay.daemon")
 
 NET: Final = "net"  # stands for a user id in the trust domain of those who come over the network
 _SWEEP_S: Final = 0.25
 _KEYS_A_TURN: Final = 256  # of a batch that needs no waiting: some 2 ms, then others get their turn
-_GONE_REMEMBERED: Final = 8192
 _MAX_PINNED_SHARE: Final = 0.5
 # Disks are fast only with several requests under way, and a commit is shared by all that wait for one.
 _SSD_POLICY: Final = ChannelPolicy(concurrency=48, store_concurrency=32, prior_latency_s=3e-4)
@@ -93,10 +96,11 @@ class Daemon:
         self.lower: tuple[TierChannel, ...] = ()
         self._stores: dict[str, Store] = {}
         self.namespaces: dict[tuple[str, bytes], Namespace] = {}  # by trust domain and id
-        self._gone: deque[tuple[Table, list[bytes], str]] = deque()
-        self._gone_blocks = 0
+        self._explainer = Explainer(self)
+        self.expiries = Expiries(self.delete)
+        self.ceiling = Ceiling()
         self._connections: set[Connection] = set()
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
         self._started_s = time.monotonic()
         self._ready = False
         self.ram: RamTier
@@ -124,7 +128,7 @@ class Daemon:
                 capacity_bytes=settings.ram_bytes,
                 extent_bytes=settings.extent_bytes,
                 reserve_bytes=settings.memory_reserve_bytes,
-                on_gone=self._note_gone,
+                on_gone=self._explainer.note_gone,
             )
         except MemoryError as exc:
             size = format_bytes(settings.ram_bytes)
@@ -221,20 +225,23 @@ class Daemon:
     def disconnected(self, connection: Connection) -> None:
         self._connections.discard(connection)
 
-    def background(self, work: Coroutine[Any, Any, None]) -> None:
+    def background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Have work done beside requests, at the latest until the drain ends."""
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background_ended)
+        return task
 
-    def _background_ended(self, task: asyncio.Task[None]) -> None:
+    def _background_ended(self, task: asyncio.Task[Any]) -> None:
         self._background.discard(task)
-        if not task.cancelled() and (exc := task.exception()) is not None:
+        if not task.cancelled() and (exc := task.exception()) is not None and not isinstance(exc, ProtocolError):
             log.error("background task failed", exc_info=exc)
 
     async def _sweep(self) -> None:
-        """End sessions that hold memory past the deadline: they may be stopped, and their memory waits for them."""
+        """End what is due: pins, times to live, and sessions that hold memory past the deadline: they may be stopped."""
         while True:
             await asyncio.sleep(_SWEEP_S)
+            await self.expiries.tick()
             for session in self.registry.overdue(time.monotonic()):
                 self.registry.counters.ended_by_deadline += 1
                 log.warning(
@@ -378,46 +385,9 @@ class Daemon:
 
     # --- telling ----------------------------------------------------------------------------------------------------
 
-    def _note_gone(self, table: Table, blocks: list[bytes], why: str) -> None:
-        """Remember it for `explain`. Whole batches, looked through only when somebody asks: evictions come by thousands."""
-        self._gone.append((table, blocks, why))
-        self._gone_blocks += len(blocks)
-        while self._gone_blocks > _GONE_REMEMBERED:
-            self._gone_blocks -= len(self._gone.popleft()[1])
-
-    def _why_gone(self, table: Table, block: bytes) -> str:
-        for gone_from, blocks, why in reversed(self._gone):
-            if gone_from is table and block in blocks:
-                return why
-        return "never stored, or gone too long ago to remember"
-
     def explain_blocks(self, domain: RamDomain, table: Table, blocks: Sequence[bytes]) -> list[dict[str, Any]]:
         """For each block: which tiers hold it, in what state, or why it is not there. No token ids."""
-        index = self.ram.index
-        answers: list[dict[str, Any]] = []
-        for block in blocks:
-            key = self.object_key(table, block)
-            row = table.get(block)
-            answer: dict[str, Any] = {"key": block.hex(), "tiers": [domain.name] if row != ABSENT else []}
-            if self.lower:
-                told = self.store_of(domain).explain(key)
-                answer.update((name, told[name]) for name in ("tiers", "waits_to_be_copied", "copying", "loading"))
-            if row != ABSENT:
-                answer.update(
-                    hits=index.hits.item(row),
-                    leases=index.refs.item(row),
-                    pinned=index.pins.item(row) > 0,
-                )
-            elif self._is_being_written(table, block):
-                answer["why"] = "being written"
-            elif not answer["tiers"]:
-                answer["why"] = self._why_gone(table, block)
-            answers.append(answer)
-        return answers
-
-    def _is_being_written(self, table: Table, block: bytes) -> bool:
-        row = table.hidden.get(block, ABSENT)
-        return row != ABSENT and self.ram.index.state.item(row) == State.WRITING
+        return self._explainer.blocks(domain, table, blocks)
 
     async def explain(
         self, namespace_hex: str, key_hexes: list[str], tenant: str | None = None
@@ -426,21 +396,7 @@ class Daemon:
 
         Raises: UnknownHandle, BadRequest.
         """
-        try:
-            namespace, keys = bytes.fromhex(namespace_hex), [bytes.fromhex(text) for text in key_hexes]
-        except ValueError as exc:
-            raise BadRequest("namespace and keys are hex") from exc
-        if any(len(key) != 16 for key in keys):
-            raise BadRequest("a key is 16 bytes: 32 hex digits")
-        answers: list[dict[str, Any]] = []
-        for domain in self.ram.domains.values():
-            table = domain.tables.get((namespace, 0))
-            if table is not None and tenant in (None, domain.domain_name.partition("/")[0]):
-                for answer in self.explain_blocks(domain, table, keys):
-                    answers.append({"domain": domain.domain_name, **answer})
-        if not answers and keys:
-            raise UnknownHandle(f"no session has opened namespace {namespace_hex} since this daemon started")
-        return answers
+        return self._explainer.by_hex(namespace_hex, key_hexes, tenant)
 
     @property
     def loop_lag(self) -> Mapping[str, Any]:
@@ -462,6 +418,8 @@ class Daemon:
             "uptime_s": time.monotonic() - self._started_s,
             "boot_epoch": self.boot_epoch.hex(),
             "blocks": {"hits_total": self.hits, "stored_total": self.stored},
+            "ceiling": self.ceiling.stats(),
+            "expiry": self.expiries.stats(),
             "sessions": self.registry.stats(),
             "http": self.blocks.stats(),
             "tiers": tiers,

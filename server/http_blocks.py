@@ -18,8 +18,9 @@ from forebay.kvstore.identity import NamespaceFacts
 from forebay.kvstore.keys import block_keys, token_words
 from forebay.kvstore.objects import Header, ObjectLayout
 from forebay.kvstore.wire import SlotStatus
-from forebay.server.auth import DATA, READ, WRITE, Principal
+from forebay.server.auth import ADMIN, DATA, READ, WRITE, Principal
 from forebay.server.blocks import Blocks, Lent, check_header
+from forebay.server.expiry import MAX_SECONDS
 from forebay.server.http_bodies import (
     JSON,
     MSGPACK,
@@ -43,6 +44,7 @@ from forebay.server.sessions import Namespace
 MAX_FACTS_BYTES: Final = 64 << 10
 MAX_WAIT_MS: Final = 60_000
 MAX_OBJECTS: Final = 65_536  # of one request
+_TIMED: Final = frozenset({"keys", "group", "seconds"})
 _PIECE: Final = 1 << 20  # in one write to the socket
 _STATUS_NAMES: Final = {status: status.name.lower() for status in SlotStatus}
 _FACT_NAMES: Final = frozenset(NamespaceFacts.__dataclass_fields__)
@@ -67,6 +69,9 @@ class BlockRoutes:
             Route("PUT", f"{at}/objects/{{key}}", WRITE, self._put),
             Route("DELETE", f"{at}/objects/{{key}}", WRITE, self._delete_one),
             Route("POST", f"{at}/delete", WRITE, self._delete),
+            Route("POST", f"{at}/pin", WRITE, self._pin),
+            Route("POST", f"{at}/expire", WRITE, self._expire),
+            Route("POST", "/v1/purge", ADMIN, self._purge),
         )
 
     def _named(self, request: web.Request, table: dict[str, Any] | None = None) -> tuple[Principal, Namespace, int]:
@@ -308,6 +313,27 @@ class BlockRoutes:
         table = await read_table(request, frozenset({"keys", "group"}))
         principal, namespace, group = self._named(request, table)
         return answer(request, {"deleted": await self._blocks.delete(principal, namespace, group, keys_of(table))})
+
+    async def _pin(self, request: web.Request) -> web.Response:
+        table = await read_table(request, _TIMED)
+        principal, namespace, group = self._named(request, table)
+        seconds = number("seconds", table.get("seconds"), 0, MAX_SECONDS)
+        return answer(request, {"pinned": self._blocks.pin(principal, namespace, group, keys_of(table), seconds)})
+
+    async def _expire(self, request: web.Request) -> web.Response:
+        table = await read_table(request, _TIMED)
+        principal, namespace, group = self._named(request, table)
+        seconds = number("seconds", table.get("seconds"), 0, MAX_SECONDS)
+        return answer(request, {"expiring": self._blocks.expire(principal, namespace, group, keys_of(table), seconds)})
+
+    async def _purge(self, request: web.Request) -> web.Response:
+        table = await read_table(request, frozenset({"namespaces", "older_than_s", "tenant"}))
+        given, tenant = table.get("namespaces", []), table.get("tenant", "")
+        if not isinstance(given, list) or not isinstance(tenant, str):
+            raise BadRequest("namespaces is a list of 32 hex digits each, tenant is text")
+        age_s = number("older_than_s", table.get("older_than_s", 0), 0, 1e9)
+        done = await self._blocks.purge(caller(), [hex_id("a namespace", each) for each in given], age_s, tenant)
+        return answer(request, {"objects": done.objects, "unlisted": list(done.unlisted)})
 
 
 def _name(status: SlotStatus) -> str:

@@ -62,6 +62,7 @@ class Allocation:
     parts: int
     size_bytes: int
     deadline_s: float
+    purged: bool = False  # since it was made, a purge came over its namespace: it is not shown
     filling: bool = False  # its payload is on its way from the network
 
 

@@ -31,6 +31,7 @@ from forebay.kvstore.keys import KEY_BYTES
 from forebay.server.blocks import make_namespace
 from forebay.server.door import Answer, Connection
 from forebay.server.inline import LOCAL_ONLY, REMOTE_ONLY, InlineVerbs, refuse
+from forebay.server.purge import purge, scope_of
 from forebay.server.sessions import Allocation, Lease, Namespace, Session
 from forebay.tiers.extents import Extent
 
@@ -91,7 +92,9 @@ class SessionVerbs:
             wire.Abort: self._abort,
             wire.Pin: self._pin,
             wire.Unpin: self._unpin,
+            wire.Expire: self._expire,
             wire.Delete: self._delete,
+            wire.Purge: self._purge,
             wire.Flush: self._flush,
             wire.Report: self._report,
             wire.Stats: self._stats,
@@ -248,6 +251,7 @@ class SessionVerbs:
         keys = wire.split_keys(request.keys)
         in_ram = table.leading_run(keys)
         if in_ram == len(keys) or not self._daemon.lower:
+            self._daemon.ceiling.asked_for(request.keys, in_ram)
             return wire.MatchReply([(self.session.domain.name, in_ram)] if in_ram else [], self._daemon.estimates())
         return self._match_below(namespace, request.group, keys)
 
@@ -255,6 +259,7 @@ class SessionVerbs:
         runs = await self._daemon.store_of(self.session.domain).match(
             namespace.id, group, keys, timeout_s=self._daemon.probe_timeout_s
         )
+        self._daemon.ceiling.asked_for(b"".join(keys), sum(run.blocks for run in runs))
         return wire.MatchReply([(name, count) for name, count in runs], self._daemon.estimates())
 
     def _acquire(self, request: wire.Acquire) -> Answer | Coroutine[Any, Any, Answer]:
@@ -519,6 +524,10 @@ class SessionVerbs:
         self.session.uncommitted_bytes -= allocation.size_bytes
         for row in allocation.rows[granted & ~written].tolist():
             self._abort_row(allocation, row)
+        if allocation.purged:
+            for row in allocation.rows[written].tolist():
+                self._abort_row(allocation, row)
+            return wire.Done(0)
         positions = np.flatnonzero(written)
         shown = self._show(allocation, positions)
         if shown and self._daemon.lower and self._daemon.settings.write_policy == "write_through":
@@ -575,11 +584,29 @@ class SessionVerbs:
     def _pin(self, request: wire.Pin) -> Answer:
         rows = self._present(request.handle, request.group, request.keys)
         self._daemon.check_pins(rows)
-        self.session.domain.pin(rows)
+        if request.for_ms:
+            self._daemon.expiries.pin(self.session.domain, rows, request.for_ms / 1e3)
+        else:
+            self.session.domain.pin(rows)
         return wire.Done(len(rows))
 
     def _unpin(self, request: wire.Unpin) -> Answer:
         return wire.Done(self.session.domain.unpin(self._present(request.handle, request.group, request.keys)))
+
+    def _expire(self, request: wire.Expire) -> Answer:
+        _, table = self._resolve(request.handle, request.group)
+        keys = [self._daemon.object_key(table, key) for key in wire.split_keys(request.keys)]
+        self._daemon.expiries.forget_after(self.session.domain, keys, request.after_ms / 1e3)
+        return wire.Done(len(keys))
+
+    async def _purge(self, request: wire.Purge) -> Answer:
+        if request.older_than_ms < 0:
+            raise BadRequest("older_than_ms is not negative")
+        session = self.session
+        scope = scope_of(self._daemon, session.principal, None if session.remote else session.uid, request.tenant)
+        work = purge(self._daemon, scope, request.namespaces, request.older_than_ms / 1e3)
+        done = await asyncio.shield(self._daemon.background(work))
+        return wire.PurgeReply(done.objects, list(done.unlisted))
 
     async def _delete(self, request: wire.Delete) -> Answer:
         _, table = self._resolve(request.handle, request.group)

@@ -60,6 +60,7 @@ class RamCounters:
 
     evicted: int = 0
     evicted_dirty: int = 0  # of these: the only copy
+    evicted_unused: int = 0  # of these: stored and never hit
     moved: int = 0  # relocated by an evacuation
     evacuations: int = 0
     refused: int = 0  # objects of an allocate that found no room
@@ -781,6 +782,7 @@ class RamDomain:
         index.unlink(row)
         tier.counters.evicted += 1
         tier.counters.evicted_dirty += index.clean.item(row) == 0
+        tier.counters.evicted_unused += index.hits.item(row) == 0
         tier.cached_bytes -= size_class.stride
         tier.tell_one_gone(row, "evicted")
         self._free_slot(row)
@@ -796,6 +798,7 @@ class RamDomain:
         size_class.policy.forget_all(rows)
         tier.counters.evicted += len(rows)
         tier.counters.evicted_dirty += len(rows) - int(np.count_nonzero(lines["clean"]))
+        tier.counters.evicted_unused += len(rows) - int(np.count_nonzero(lines["hits"]))
         tier.cached_bytes -= size_class.stride * len(rows)
         tier.tell_gone(rows, "evicted")
         self._free_slots(lines["location"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 import urllib.error
 import urllib.request
@@ -215,6 +216,56 @@ def explain(
             _print_json(found)
         else:
             _print_rows(found)
+
+
+@app.command(epilog=EXIT_CODES)
+def purge(
+    namespace: Annotated[
+        list[str] | None, typer.Argument(help="Namespace ids, 32 hex digits each; none: all of the tenant.")
+    ] = None,
+    older_than: Annotated[
+        str | None, typer.Option(metavar="AGE", help="Only what was stored longer ago, such as 90s, 12h or 7d.")
+    ] = None,
+    tenant: Annotated[str, typer.Option(help="Another tenant's blocks, for operators.")] = "",
+    every: Annotated[
+        bool, typer.Option("--all", help="Yes, everything: needed where neither id nor age is given.")
+    ] = False,
+    socket: SocketPath = None,
+    timeout: Timeout = 600.0,
+    as_json: AsJson = False,
+) -> None:
+    """Forget blocks on all tiers, for good: what is being loaded, copied or written meanwhile doesn't bring them back.
+
+    Needs the right admin where the daemon has credentials. Single blocks are deleted by the client library or over HTTP.
+
+    [bold]Examples[/bold]
+
+      forebay purge 5f0c…e1
+
+      forebay purge --older-than 7d
+
+      forebay purge --all
+    """
+    with _reported(as_json):
+        wanted = [_hex_id("NAMESPACE", each) for each in namespace or []]
+        if not (wanted or older_than or every):
+            raise typer.BadParameter("name namespaces or an age, or say --all")
+        age_s = 0.0 if older_than is None else _seconds(older_than)
+        with _client(socket, timeout) as client:
+            objects, unlisted = client.purge(wanted, older_than_s=age_s, tenant=tenant)
+        if as_json:
+            _print_json({"objects": objects, "unlisted": unlisted})
+        else:
+            _print_table([("objects forgotten", objects)])
+            for tier in unlisted:
+                print(f"forebay: {tier} can't list what it holds: only what ram knew is gone there", file=sys.stderr)
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise typer.BadParameter(f"{text!r} is not an age: write 90s, 12h or 7d", param_hint="--older-than")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 @app.command(epilog=EXIT_CODES)
