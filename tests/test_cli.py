@@ -84,6 +84,8 @@ def test_version_and_help_answer_and_every_command_teaches_by_example() -> None:
         ["bench", "local"],
         ["bench", "index"],
         ["bench", "net"],
+        ["bench", "ssd"],
+        ["fsck"],
     ):
         shown = run(*command, "--help")
         assert shown.exit_code == 0
@@ -271,6 +273,9 @@ def test_bench_passes_its_options_on_and_prints_json_or_a_table(monkeypatch: pyt
     assert seen[-1] == {"quick": True, "rounds": 3, "size_mib": 256}
     assert "machine.cores" in run("bench", "index", "--quick").stdout
     assert seen[-1]["quick"] is True
+    fake_bench(monkeypatch, "ssd", measure)
+    assert run("bench", "ssd", "--directory", "/d", "--json").exit_code == 0
+    assert seen[-1] == {"quick": False, "rounds": 7, "size_gib": 8, "blocks": 1_000_000, "directory": Path("/d")}
 
 
 def test_a_bug_in_a_command_shows_itself(client: FakeClient) -> None:
