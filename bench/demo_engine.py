@@ -69,7 +69,7 @@ class Engine:
             # Two ways to multiply are two producers: machines of both sorts must not mix their blocks unasked.
             "producer": f"transformers/{self.model.config._attn_implementation}{'+wide' if widened else ''}",
         }
-        self.client = Client(options.socket, engine_id=options.name)
+        self.client = Client(options.daemon, engine_id=options.name)
         self.warm = PrefixReuse(self.model, self.client, **shared)
         self.off = PrefixReuse(self.model, None, **shared)
         self.cold: GenerationResult | None = None
@@ -100,6 +100,12 @@ class Engine:
             "counters": dict(engine.counters),
         }
 
+    def flush(self, messages: list[dict[str, str]]) -> Any:
+        """Wait until what is stored of the prompt's prefix is in a tier below RAM."""
+        namespace = self.client.open(self.warm.facts)
+        keys = namespace.keys(self.ids(messages))
+        return asdict(namespace.flush(keys[: namespace.match(keys).blocks], timeout_s=120))
+
     def judge(self, warm: list[int], split: int) -> Any:
         if self.cold is None or self.cold.logits is None:
             raise ValueError("nothing to judge by: make the reference first")
@@ -114,7 +120,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--name", required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--socket", required=True)
+    parser.add_argument("--daemon", required=True, help="its socket, or tcp://host:port")
     parser.add_argument("--precision", choices=DTYPES, required=True)
     parser.add_argument("--block-tokens", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)

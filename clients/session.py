@@ -206,8 +206,9 @@ class ClientCore:
         self.check_usable()
         life = self._life
         if life is not None:
-            if not life.transport.closed:
+            if not life.transport.hung_up():
                 return life
+            life.transport.close()
             self._end(life)
         if self._last_error is not None and time.monotonic() < self._retry_at_s:
             raise DaemonUnavailable(f"{self._last_error} (next attempt soon)")

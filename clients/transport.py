@@ -195,6 +195,9 @@ class Transport(Protocol):
         """Send a request, and its payload. Raises: DaemonUnavailable; DaemonTimeout (the daemon stopped reading);
         UsedAfterFork."""
 
+    def hung_up(self) -> bool:
+        """Whether the connection has ended. Asked before a call, so that a daemon that was restarted costs no failed one."""
+
     def close(self) -> None: ...
 
 
@@ -237,6 +240,8 @@ class BlockingTransport:
         self._looking = Looking()
         self._arrivals = select.poll()
         self._arrivals.register(self._sock.fileno(), select.POLLIN)
+        self._end = select.poll()
+        self._end.register(self._sock.fileno(), select.POLLRDHUP)
 
     def start(
         self,
@@ -366,6 +371,9 @@ class BlockingTransport:
             self._looking.in_vain()
         return bool(self._arrivals.poll(1e3 * timeout_s))
 
+    def hung_up(self) -> bool:
+        return self.closed or bool(self._end.poll(0))
+
     def _break(self) -> None:
         self.closed = True
         self._sock.close()
@@ -420,6 +428,9 @@ class LoopTransport(FrameSocket):
 
     def payload_arrives(self, request_id: int, length: int) -> Sink:
         return self._replies.payload_arrives(request_id, length)
+
+    def hung_up(self) -> bool:
+        return self.closed  # the loop tells
 
     async def wait(self, pending: Pending, deadline_s: float) -> Any:
         """The reply. Raises: DaemonTimeout, DaemonUnavailable, or what the daemon answered (ProtocolError)."""

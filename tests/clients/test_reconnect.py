@@ -90,6 +90,16 @@ async def test_a_killed_daemon_is_unavailable_at_once_and_found_again_when_it_is
     assert await space.get_into(keys, out, TOKENS) == BLOCKS and bytes(out) == b"".join(payloads)
 
 
+def test_a_restart_between_two_calls_costs_none_of_them(daemon: DaemonProcess) -> None:
+    with Client(daemon.socket) as client:
+        before = client.boot_epoch
+        client.open(facts_of())
+        daemon.kill()
+        daemon.start()
+        client.open(facts_of())
+        assert client.boot_epoch != before
+
+
 async def test_places_of_an_ended_life_cannot_be_committed(connect: Connect, daemon: DaemonProcess) -> None:
     client = await connect(daemon.socket)
     space, keys, payloads = await stored(client)
