@@ -149,16 +149,8 @@ class DaemonProcess:
         config = socket.with_name("settings.toml")
         config.write_text(_network_settings(port, self.token))
         self._command = [sys.executable, "-m", "forebay", "serve", "--http-port", "off", "--socket", str(socket)]
-        self._command += [
-            "--ram-bytes",
-            ram_bytes,
-            "--ssd-dirs",
-            str(disk),
-            "--ssd-bytes",
-            "2GiB",
-            "--tcp-port",
-            str(port),
-        ]
+        self._command += ["--config", str(config), "--ram-bytes", ram_bytes]
+        self._command += ["--ssd-dirs", str(disk), "--ssd-bytes", "2GiB"]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
