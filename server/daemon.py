@@ -42,7 +42,7 @@ from forebay.server.reports import Reports
 from forebay.server.sessions import Namespace, Registry
 from forebay.server.settings import BadSettings, Settings, format_bytes
 from forebay.server.verbs import SessionVerbs
-from forebay.tiers.ram import RamDomain, RamTier
+from forebay.tiers.ram import Quota, RamDomain, RamTier
 from forebay.tiers.ssd import SsdTier
 
 T = TypeVar("T")
@@ -97,6 +97,7 @@ class Daemon:
         self._stores: dict[str, Store] = {}
         self.namespaces: dict[tuple[str, bytes], Namespace] = {}  # by trust domain and id
         self._explainer = Explainer(self)
+        self._quotas: dict[str, Quota] = {}
         self.expiries = Expiries(self.delete)
         self.ceiling = Ceiling()
         self._connections: set[Connection] = set()
@@ -307,7 +308,10 @@ class Daemon:
         else:
             user = os.getuid() if self.settings.network_uid is None else self.settings.network_uid
         options = self.settings.domain(tenant, user)
-        return self.ram.domain(f"{tenant}/{user}", read_only=options.read_only)
+        limit = self.settings.tenant(tenant).ram_bytes
+        if limit is not None and tenant not in self._quotas:
+            self._quotas[tenant] = Quota(limit // self.settings.extent_bytes)
+        return self.ram.domain(f"{tenant}/{user}", read_only=options.read_only, quota=self._quotas.get(tenant))
 
     def namespace_id(self, facts: NamespaceFacts, tenant: str) -> bytes:
         return namespace_id(facts, tenant=tenant, secret=self.access.secret_of(tenant))

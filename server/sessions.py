@@ -324,6 +324,10 @@ class Registry:
             if pid is None or orphan.pid == pid
         )
 
+    def uncommitted_bytes_of(self, tenant: str) -> int:
+        """Bytes that all sessions of a tenant hold allocated and not yet committed."""
+        return sum(each.uncommitted_bytes for each in self.sessions.values() if each.principal.tenant == tenant)
+
     def stats(self) -> dict[str, Any]:
         return {
             "open": len(self.sessions),

@@ -149,9 +149,8 @@ class TenantOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     secret_file: Path | None = Field(default=None, description="file of mode 0600 with the key of its namespace ids")
-    ram_bytes: Bytes | None = Field(default=None, description="most memory of the ram tier")
+    ram_bytes: Bytes | None = Field(default=None, description="most memory of the ram tier, in whole extents")
     uncommitted_bytes: Bytes | None = Field(default=None, description="most memory allocated and not yet committed")
-    weight: float = Field(default=1.0, gt=0, le=1000, allow_inf_nan=False, description="share beside other tenants")
 
 
 class CredentialOptions(BaseModel):
@@ -247,7 +246,7 @@ class Settings(BaseSettings):
         default_factory=dict, description="tokens by label; with any here, every door asks for one"
     )
     tenants: dict[str, TenantOptions] = Field(
-        default_factory=dict, description="tenants that credentials name: secrets, quotas, weights"
+        default_factory=dict, description="tenants that credentials name: secrets and quotas"
     )
     unix_rights: Annotated[tuple[Right, ...], NoDecode, BeforeValidator(_names)] = Field(
         default=(), description="with credentials: rights of Unix sessions without a token, as tenant default"

@@ -398,6 +398,10 @@ class SessionVerbs:
         limit = daemon.settings.max_uncommitted_bytes_per_session
         if session.uncommitted_bytes + need > limit:
             raise OverLimit(f"uncommitted objects of this session would pass {limit} bytes: commit some first")
+        tenant = session.principal.tenant
+        of_tenant = daemon.settings.tenant(tenant).uncommitted_bytes
+        if of_tenant is not None and daemon.registry.uncommitted_bytes_of(tenant) + need > of_tenant:
+            raise OverLimit(f"uncommitted objects of tenant {tenant} would pass {of_tenant} bytes: commit some first")
         # The bytes count from now on, so that requests running side by side can't pass the limit together.
         session.uncommitted_bytes += need
         domain = session.domain

@@ -74,7 +74,13 @@ class Evacuator:
         """Domains whose memory `taker` could get."""
         # Another domain's memory comes once its clients have unmapped it: until then more of it would be emptied in vain.
         waits = len(self._tier.retired) >= self._limit
-        return [domain for domain in self._tier.domains.values() if domain is taker.domain or not waits]
+        quota = taker.domain.quota
+        own = None if taker.domain.may_grow or quota is None else quota.domains  # at its end: from its own tenant only
+        return [
+            domain
+            for domain in self._tier.domains.values()
+            if domain is taker.domain or not (waits or (own is not None and domain not in own))
+        ]
 
     def _others(self, taker: SizeClass) -> list[SizeClass]:
         return [

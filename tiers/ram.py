@@ -124,6 +124,18 @@ class Accounting:
     retired: int
 
 
+class Quota:
+    """Memory that a tenant's domains may take together, in whole extents. At its end they evict their own, and grow no more."""
+
+    def __init__(self, max_extents: int) -> None:
+        self.max_extents = max(1, max_extents)
+        self.domains: list[RamDomain] = []
+
+    @property
+    def left(self) -> int:
+        return self.max_extents - sum(len(domain.extents) for domain in self.domains)
+
+
 class RamTier:
     """The memory of one daemon, shared by its trust domains."""
 
@@ -174,11 +186,13 @@ class RamTier:
         self._next_generation = 1
         self.closed = False
 
-    def domain(self, name: str, *, read_only: bool = False) -> RamDomain:
+    def domain(self, name: str, *, read_only: bool = False, quota: Quota | None = None) -> RamDomain:
         """The trust domain of that name, made on first use."""
         found = self.domains.get(name)
         if found is None:
-            found = self.domains[name] = RamDomain(self, name, read_only=read_only)
+            found = self.domains[name] = RamDomain(self, name, read_only=read_only, quota=quota)
+            if quota is not None:
+                quota.domains.append(found)
         return found
 
     def take_generations(self, count: int) -> int:
@@ -295,8 +309,9 @@ class RamTier:
 class RamDomain:
     """One trust domain's objects. A Tier; also SupportsPresence, SupportsListing and SupportsSlots."""
 
-    def __init__(self, tier: RamTier, name: str, *, read_only: bool) -> None:
+    def __init__(self, tier: RamTier, name: str, *, read_only: bool, quota: Quota | None = None) -> None:
         self.tier = tier
+        self.quota = quota
         self.name = tier.name
         self.domain_name = name
         self.read_only = read_only
@@ -390,13 +405,18 @@ class RamDomain:
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
+    @property
+    def may_grow(self) -> bool:
+        """Whether the quota, if there is one, leaves room for another extent."""
+        return self.quota is None or self.quota.left > 0
+
     def ready_for(self, table: Table, count: int) -> bool:
         """Whether `make_room` would change nothing for an `allocate` of `count` objects."""
         size_class = self.tier.class_of_table[table.number]
         if size_class.free_slots >= count:
             return True
         pool = self.tier.pool
-        grown = not self.spare and not pool.ready and pool.made >= pool.max_extents
+        grown = not self.spare and ((not pool.ready and pool.made >= pool.max_extents) or not self.may_grow)
         return grown and not self.tier.evacuator.wanted(size_class)
 
     async def make_room(self, table: Table, count: int) -> None:
@@ -407,8 +427,11 @@ class RamDomain:
             short = count - size_class.free_slots - len(self.spare) * slots
             if short <= 0:
                 return
-            await pool.grow(-(-short // slots))
-            if len(pool.ready) * slots >= short or not evacuator.wanted(size_class):
+            if self.may_grow:
+                await pool.grow(-(-short // slots))
+                if len(pool.ready) * slots >= short:
+                    return
+            if not evacuator.wanted(size_class):
                 return
             before = evacuator.done
             with contextlib.closing(evacuator.steps(size_class)) as steps:
@@ -813,7 +836,11 @@ class RamDomain:
                 places.append((extent, slots))
                 count -= len(slots)
                 continue
-            more = self.spare.pop() if self.spare else self.tier.pool.take(grow=blocking)
+            more = None
+            if self.spare:
+                more = self.spare.pop()
+            elif self.may_grow:
+                more = self.tier.pool.take(grow=blocking)
             if more is not None:
                 self._adopt(size_class, more)
                 continue

@@ -262,7 +262,7 @@ def test_a_client_finds_its_token_in_the_environment_or_in_a_file_of_its_own(tmp
         ),
         ({"unix_rights": "read"}, "without credentials"),
         ({"http_host": "0.0.0.0"}, "without credentials"),
-        ({"tenants": {"a": {"weigth": 1}}}, "did you mean weight?"),
+        ({"tenants": {"a": {"ram_byte": 1}}}, "did you mean ram_bytes?"),
     ],
 )
 def test_a_table_that_cannot_hold_is_refused_with_what_to_do(change: dict[str, Any], words: str) -> None:
