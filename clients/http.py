@@ -272,6 +272,12 @@ class HttpNamespace:
         """Delete blocks on all tiers. Returns how many were found."""
         return int(self._ask("delete", _keyed(keys, group), timeout_s)["deleted"])
 
+    def explain(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[dict[str, Any]]:
+        """For each of at most 1,024 keys: which tiers hold the block, or why none does."""
+        path = f"/v1/explain?namespace={self.id.hex()}&keys={','.join(key.hex() for key in keys)}"
+        found: list[dict[str, Any]] = self.client.ask("GET", path, timeout_s=timeout_s)["objects"]
+        return found
+
     def get_into(
         self,
         keys: Sequence[bytes],

@@ -19,9 +19,10 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
+from forebay.bench_http import bare_http
 from forebay.bench_local import MIB, Buffers
 from forebay.bench_support import BenchDaemon, bench_daemon, facts_for, machine, median, rounded
-from forebay.clients import Client, Namespace
+from forebay.clients import Client, HttpClient, HttpNamespace, Namespace
 from forebay.kvstore.address import keep_alive
 
 _RANGE_BYTES: Final = 1 << 30
@@ -154,7 +155,9 @@ def compare(
 class Moves:
     """Puts and gets of one namespace, by the range of the buffers that they move."""
 
-    def __init__(self, namespace: Namespace, buffers: Buffers, payload: int, region: int, rounds: int) -> None:
+    def __init__(
+        self, namespace: Namespace | HttpNamespace, buffers: Buffers, payload: int, region: int, rounds: int
+    ) -> None:
         self.namespace = namespace
         self._buffers = buffers
         self._payload, self._region, self._rounds = payload, region, rounds
@@ -192,40 +195,61 @@ class Moves:
         return took_s
 
 
-def _tcp(daemon: BenchDaemon, buffers: Buffers, payload: int, region: int, rounds: int) -> dict[str, Any]:
+def _door(
+    client: Client | HttpClient,
+    daemon: BenchDaemon,
+    bare_get_s: Callable[[int, int], float],
+    bare_put_s: Callable[[int, int], float],
+    buffers: Buffers,
+    payload: int,
+    region: int,
+    rounds: int,
+) -> dict[str, Any]:
+    """One door of the daemon beside its bare counterpart."""
     count = region // payload
-    address = f"tcp://127.0.0.1:{daemon.ask('tcp_port')}"
-    with Client(address, timeout_s=60.0) as client, bare_peer(buffers, payload) as (bare_get_s, bare_put_s):
-        namespace = client.open(facts_for(payload, block_tokens=_BLOCK_TOKENS, label="net"))
-        moves = Moves(namespace, buffers, payload, region, rounds)
-        rng = np.random.default_rng(5)
+    namespace = client.open(facts_for(payload, block_tokens=_BLOCK_TOKENS, label="net"))
+    moves = Moves(namespace, buffers, payload, region, rounds)
+    rng = np.random.default_rng(5)
 
-        def against(
-            ours: Callable[[int, int], float], bare: Callable[[int, int], float], *, fresh: bool
-        ) -> dict[str, Any]:
-            return compare(
-                ours,
-                lambda number, start: bare(start, count),
-                rounds=rounds,
-                region=region,
-                buffers=buffers,
-                prepare=(lambda start: buffers.refresh(start, region, rng)) if fresh else lambda start: None,
-            )
+    def against(ours: Callable[[int, int], float], bare: Callable[[int, int], float], *, fresh: bool) -> dict[str, Any]:
+        return compare(
+            ours,
+            lambda number, start: bare(start, count),
+            rounds=rounds,
+            region=region,
+            buffers=buffers,
+            prepare=(lambda start: buffers.refresh(start, region, rng)) if fresh else lambda start: None,
+        )
 
-        for number in range(2):  # connections are open, buffers known, and the daemon's memory was written once
-            moves.put_s(number, 0)
-            bare_put_s(0, count)
-        namespace.delete([key for _, keys in moves.stored for key in keys], timeout_s=60)
-        moves.stored.clear()
-        daemon.ask("lag")  # from here on
-        found = {
-            "put_free": against(moves.put_s, bare_put_s, fresh=True),
-            "get": against(moves.get_s, bare_get_s, fresh=False),
-            "put_evicting": against(moves.put_s, bare_put_s, fresh=True),
-        }
-        found["evicted"] = client.stats()["tiers"]["ram"]["counters"]["evicted"]
-        found["loop_lag"] = daemon.ask("lag")
+    for number in range(2):  # connections are open, buffers known, and the daemon's memory was written once
+        moves.put_s(number, 0)
+        bare_put_s(0, count)
+    namespace.delete([key for _, keys in moves.stored for key in keys], timeout_s=60)
+    moves.stored.clear()
+    before = client.stats()["tiers"]["ram"]["counters"]["evicted"]
+    daemon.ask("lag")  # from here on
+    found = {
+        "put_free": against(moves.put_s, bare_put_s, fresh=True),
+        "get": against(moves.get_s, bare_get_s, fresh=False),
+        "put_evicting": against(moves.put_s, bare_put_s, fresh=True),
+    }
+    found["evicted"] = client.stats()["tiers"]["ram"]["counters"]["evicted"] - before
+    found["loop_lag"] = daemon.ask("lag")
+    namespace.delete([key for _, keys in moves.stored for key in keys], timeout_s=60)
     return found
+
+
+def _tcp(daemon: BenchDaemon, buffers: Buffers, payload: int, region: int, rounds: int) -> dict[str, Any]:
+    address = f"tcp://127.0.0.1:{daemon.ask('tcp_port')}"
+    with Client(address, timeout_s=60.0) as client, bare_peer(buffers, payload) as bare:
+        return _door(client, daemon, *bare, buffers, payload, region, rounds)
+
+
+def _http(daemon: BenchDaemon, buffers: Buffers, payload: int, region: int, rounds: int) -> dict[str, Any]:
+    with daemon.client() as local:
+        url = local.stats()["http_url"]
+    with HttpClient(url, timeout_s=60.0) as client, bare_http(buffers, payload) as bare:
+        return _door(client, daemon, *bare, buffers, payload, region, rounds)
 
 
 def run(quick: bool = False, rounds: int = 15, size_mib: int = 128) -> dict[str, Any]:
@@ -235,13 +259,18 @@ def run(quick: bool = False, rounds: int = 15, size_mib: int = 128) -> dict[str,
     buffers = Buffers(64 * MIB if quick else _RANGE_BYTES)
     # Room for one set of rounds and what lies beside the payloads; the second set must evict.
     ram = -(-(rounds + 2) * region * 11 // 10 // (64 * MIB)) * 64 * MIB
-    with bench_daemon(ram, tcp_port=0) as daemon:
+    with bench_daemon(ram, tcp_port=0, http_port=0) as daemon:
         extents = daemon.ask("prefault")
         found = _tcp(daemon, buffers, MIB, region, rounds) | {"extents": extents}
+        http = _http(daemon, buffers, MIB, region, rounds)
     figures = {
         "tcp_get_ratio": found["get"]["ratio"],
         "tcp_put_ratio": min(found["put_free"]["ratio"], found["put_evicting"]["ratio"]),
         "tcp_get_GBps": found["get"]["GBps"],
         "tcp_put_GBps": found["put_free"]["GBps"],
+        "http_get_ratio": http["get"]["ratio"],
+        "http_put_ratio": min(http["put_free"]["ratio"], http["put_evicting"]["ratio"]),
+        "http_get_GBps": http["get"]["GBps"],
+        "http_put_GBps": http["put_free"]["GBps"],
     }
-    return {**rounded(figures), "quick": quick, "machine": machine(), "details": {"tcp": found}}
+    return {**rounded(figures), "quick": quick, "machine": machine(), "details": {"tcp": found, "http": http}}
