@@ -15,6 +15,7 @@ import signal
 
 from forebay.server import logs
 from forebay.server.daemon import Daemon, DrainReport
+from forebay.server.notify import notify
 from forebay.server.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,9 @@ async def serve(settings: Settings) -> DrainReport:
     daemon = Daemon(settings)
     await daemon.start()
     spare_the_collector()
+    notify(f"READY=1\nSTATUS=serving {settings.socket}")
     await stop.wait()
+    notify(f"STOPPING=1\nSTATUS=draining, at most {settings.drain_s:g} s")
     return await daemon.drain()
 
 
