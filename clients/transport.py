@@ -240,8 +240,6 @@ class BlockingTransport:
         self._looking = Looking()
         self._arrivals = select.poll()
         self._arrivals.register(self._sock.fileno(), select.POLLIN)
-        self._end = select.poll()
-        self._end.register(self._sock.fileno(), select.POLLRDHUP)
 
     def start(
         self,
@@ -372,7 +370,14 @@ class BlockingTransport:
         return bool(self._arrivals.poll(1e3 * timeout_s))
 
     def hung_up(self) -> bool:
-        return self.closed or bool(self._end.poll(0))
+        if self.closed:
+            return True
+        end = select.poll()  # one a call: two threads may not ask the same one at once
+        try:
+            end.register(self._sock.fileno(), select.POLLRDHUP)
+        except ValueError:
+            return True  # another thread closed it just now
+        return bool(end.poll(0))
 
     def _break(self) -> None:
         self.closed = True
