@@ -1,17 +1,17 @@
 """The store's way to one shared tier: deadlines, breaker, bounded queues, health, counters and measured costs.
 
 One channel a tier, shared by all stores of the process. It moves no bytes itself and keeps none. Always true: a call
-ends by its deadline whatever the tier does; loads go before stores; nothing waits in a queue without bound; an error
+ends by its deadline whatever the tier does; loads go before stores; owners of waiting calls (tenants) take turns; nothing
+waits in a queue without bound; an error
 that leaves here is of the TierError family (or ValueError, a caller's mistake). Verification is the store's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from forebay.kvstore.errors import (
     TierTimeout,
     TierUnavailable,
 )
+from forebay.kvstore.gate import Gate, Lane, Owner
 from forebay.kvstore.measure import LoadMeter
 from forebay.kvstore.tier import (
     Buffer,
@@ -72,7 +73,7 @@ class ChannelPolicy:
 
 
 class TierChannel:
-    """All that stores do with one tier goes through here.
+    """All that stores do with one tier goes through here. A call's `owner` is on whose behalf it is: owners take turns.
 
     `release`, where a call takes it, is called exactly once: when the tier can no longer touch the call's buffer. That
     is before the call ends, except for a tier that goes on after it was cancelled: then it is later, and the buffer
@@ -95,7 +96,7 @@ class TierChannel:
         self._presence = tier if isinstance(tier, SupportsPresence) else None
         self._probe = tier if isinstance(tier, SupportsProbe) else None
         self._breaker = Breaker(self._policy.breaker, clock)
-        self._gate = _Gate(self._policy.concurrency, self._policy.store_concurrency)
+        self._gate = Gate(self._policy.concurrency, self._policy.store_concurrency)
         self._meter = LoadMeter(
             prior_latency_s=self._policy.prior_latency_s,
             prior_bandwidth_bytes_per_s=self._policy.prior_bandwidth_bytes_per_s,
@@ -140,8 +141,8 @@ class TierChannel:
             "healthy": int(self.healthy),
             "breaker_opened": self._breaker.opened,
             "running": self._gate.running,
-            "loads_waiting": self._gate.waiting(_Lane.LOAD),
-            "stores_waiting": self._gate.waiting(_Lane.STORE),
+            "loads_waiting": self._gate.waiting(Lane.LOAD),
+            "stores_waiting": self._gate.waiting(Lane.STORE),
             "outstanding_bytes": self._outstanding_bytes,
             "latency_s_p50": self._meter.latency_s(0.5),
             "latency_s_p95": self._meter.latency_s(0.95),
@@ -186,7 +187,9 @@ class TierChannel:
             return 0
         return run
 
-    async def probe(self, namespace: bytes, group: int, blocks: Sequence[bytes], *, timeout_s: float) -> int:
+    async def probe(
+        self, namespace: bytes, group: int, blocks: Sequence[bytes], *, timeout_s: float, owner: Owner = None
+    ) -> int:
         """As SupportsProbe. Raises: TierTimeout, TierUnavailable, TierBusy, TierClosed."""
         probing = self._probe
         if probing is None or not blocks:
@@ -195,10 +198,18 @@ class TierChannel:
         def start(left_s: float) -> Coroutine[Any, Any, int]:
             return probing.probe(namespace, group, blocks, timeout_s=left_s)
 
-        return await self._call("probes", None, 0, timeout_s, start, lambda run: 0 <= run <= len(blocks), _nothing)
+        return await self._call(
+            "probes", owner, None, 0, timeout_s, start, lambda run: 0 <= run <= len(blocks), _nothing
+        )
 
     async def get_into(
-        self, key: ObjectKey, out: WritableBuffer, *, timeout_s: float, release: Callable[[], None] | None = None
+        self,
+        key: ObjectKey,
+        out: WritableBuffer,
+        *,
+        timeout_s: float,
+        release: Callable[[], None] | None = None,
+        owner: Owner = None,
     ) -> int | None:
         """As Tier.get_into, by the deadline. Raises as it does, and TierBusy."""
 
@@ -208,13 +219,19 @@ class TierChannel:
         def sane(size: int | None) -> bool:
             return size is None or 0 <= size <= len(out)
 
-        size = await self._call("loads", key, len(out), timeout_s, start, sane, release or _nothing)
+        size = await self._call("loads", owner, key, len(out), timeout_s, start, sane, release or _nothing)
         self._counters["load_misses"] += size is None
         self._counters["load_bytes"] += size or 0
         return size
 
     async def put(
-        self, key: ObjectKey, data: Buffer, *, timeout_s: float, release: Callable[[], None] | None = None
+        self,
+        key: ObjectKey,
+        data: Buffer,
+        *,
+        timeout_s: float,
+        release: Callable[[], None] | None = None,
+        owner: Owner = None,
     ) -> None:
         """As Tier.put, by the deadline. Raises as it does, and TierBusy when it was dropped for a full queue."""
 
@@ -222,16 +239,16 @@ class TierChannel:
             return self.tier.put(key, data, timeout_s=left_s)
 
         size = memoryview(data).nbytes
-        await self._call("stores", key, size, timeout_s, start, lambda _: True, release or _nothing)
+        await self._call("stores", owner, key, size, timeout_s, start, lambda _: True, release or _nothing)
         self._counters["store_bytes"] += size
 
-    async def delete(self, key: ObjectKey, *, timeout_s: float) -> bool:
+    async def delete(self, key: ObjectKey, *, timeout_s: float, owner: Owner = None) -> bool:
         """As Tier.delete, by the deadline. Raises: TierTimeout, TierUnavailable, TierBusy, TierClosed."""
 
         def start(_: float) -> Coroutine[Any, Any, bool]:
             return self.tier.delete(key)
 
-        return bool(await self._call("deletes", key, 0, timeout_s, start, lambda _: True, _nothing))
+        return bool(await self._call("deletes", owner, key, 0, timeout_s, start, lambda _: True, _nothing))
 
     async def aclose(self) -> None:
         """Refuse new calls and close the tier. Idempotent."""
@@ -245,6 +262,7 @@ class TierChannel:
     async def _call(
         self,
         verb: str,
+        owner: Owner,
         key: ObjectKey | None,
         size: int,
         timeout_s: float,
@@ -252,11 +270,11 @@ class TierChannel:
         sane: Callable[[T], bool],
         release: Callable[[], None],
     ) -> T:
-        lane = _Lane.STORE if verb == "stores" else _Lane.LOAD
+        lane = Lane.STORE if verb == "stores" else Lane.LOAD
         deadline_s = self._clock() + timeout_s
         self._outstanding_bytes += size
         try:
-            await self._enter(lane, key, timeout_s)
+            await self._enter(lane, owner, key, timeout_s)
         except BaseException:
             self._outstanding_bytes -= size
             release()
@@ -290,21 +308,22 @@ class TierChannel:
             self._meter.record(moved, self._clock() - start_s, (running_before + self._gate.running + 1) / 2)
         return answer
 
-    async def _enter(self, lane: _Lane, key: ObjectKey | None, timeout_s: float) -> None:
+    async def _enter(self, lane: Lane, owner: Owner, key: ObjectKey | None, timeout_s: float) -> None:
         """Wait for a place in the tier. Raises as `_call`; on success the caller must let `_gate.leave` be called."""
         self._check_usable(key)
-        bound = self._policy.store_queue if lane is _Lane.STORE else self._policy.load_queue
+        bound = self._policy.store_queue if lane is Lane.STORE else self._policy.load_queue
         if self._gate.try_enter(lane):
             return
-        if self._gate.waiting(lane) >= bound:
-            self._counters["stores_dropped" if lane is _Lane.STORE else "loads_refused"] += 1
-            raise TierBusy(f"{bound} calls wait already", tier=self.name, key=key)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._gate.enter(lane)
+                may_wait = self._gate.waiting(lane) < bound or self._gate.make_way(lane, owner)
+                entered = may_wait and await self._gate.enter(lane, owner)
         except TimeoutError:
             self._counters["queue_timeouts"] += 1
             raise TierTimeout(f"no turn within {timeout_s:.3f} s", tier=self.name, key=key) from None
+        if not entered:
+            self._counters["stores_dropped" if lane is Lane.STORE else "loads_refused"] += 1
+            raise TierBusy(f"{bound} calls wait already", tier=self.name, key=key)
         try:
             self._check_usable(key)  # it may have gone down while we waited
         except TierError:
@@ -399,63 +418,6 @@ class TierChannel:
             else:
                 asking.cancel()
                 self._breaker.failure()
-
-
-class _Lane(enum.Enum):
-    LOAD = "load"
-    STORE = "store"
-
-
-class _Gate:
-    """Lets calls in: at most `limit`, at most `store_limit` of them stores, waiting loads before waiting stores."""
-
-    def __init__(self, limit: int, store_limit: int) -> None:
-        self._limits = {_Lane.LOAD: limit, _Lane.STORE: min(store_limit, limit)}
-        self._limit = limit
-        self._running = dict.fromkeys(_Lane, 0)
-        self._queues: dict[_Lane, deque[asyncio.Future[None]]] = {lane: deque() for lane in _Lane}
-
-    @property
-    def running(self) -> int:
-        return sum(self._running.values())
-
-    def waiting(self, lane: _Lane) -> int:
-        return len(self._queues[lane])
-
-    def try_enter(self, lane: _Lane) -> bool:
-        if any(self._queues.values()) or not self._has_room(lane):
-            return False
-        self._running[lane] += 1
-        return True
-
-    async def enter(self, lane: _Lane) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queues[lane].append(turn)
-        self._admit()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn in self._queues[lane]:
-                self._queues[lane].remove(turn)
-            elif not turn.cancelled():  # let in and cancelled in the same loop step
-                self.leave(lane)
-            raise
-
-    def leave(self, lane: _Lane) -> None:
-        self._running[lane] -= 1
-        self._admit()
-
-    def _has_room(self, lane: _Lane) -> bool:
-        return self.running < self._limit and self._running[lane] < self._limits[lane]
-
-    def _admit(self) -> None:
-        for lane in (_Lane.LOAD, _Lane.STORE):
-            queue = self._queues[lane]
-            while queue and self._has_room(lane):
-                turn = queue.popleft()
-                if not turn.done():
-                    self._running[lane] += 1
-                    turn.set_result(None)
 
 
 _COUNTERS = (

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 from forebay.kvstore.channel import TierChannel
 from forebay.kvstore.errors import TierError
+from forebay.kvstore.gate import Owner
 from forebay.kvstore.ledger import Ledger
 from forebay.kvstore.tier import ObjectKey
 
@@ -45,8 +46,9 @@ class Deletions:
         owed_limit: int,
         timeout_s: float,
         sleep: Callable[[float], Awaitable[None]],
+        owner: Owner,
     ) -> None:
-        self._ledger = ledger
+        self._ledger, self._owner = ledger, owner
         self._retry_s, self._owed_limit, self._timeout_s = retry_s, owed_limit, timeout_s
         self._sleep = sleep
         self._watches: dict[ObjectKey, set[Watch]] = {}
@@ -85,7 +87,7 @@ class Deletions:
     async def erase(self, channel: TierChannel, key: ObjectKey, *, timeout_s: float) -> bool:
         """Delete from a lower tier, owing it if that fails. Returns whether the tier says that it was there."""
         try:
-            return await channel.delete(key, timeout_s=timeout_s)
+            return await channel.delete(key, timeout_s=timeout_s, owner=self._owner)
         except TierError:
             self.owe(channel, key)
             return False
@@ -129,7 +131,7 @@ class Deletions:
                         if not channel.healthy:
                             break
                         try:
-                            await channel.delete(key, timeout_s=self._timeout_s)
+                            await channel.delete(key, timeout_s=self._timeout_s, owner=self._owner)
                         except TierError:
                             break
                         owed.discard(key)

@@ -16,6 +16,7 @@ from forebay.kvstore.channel import TierChannel
 from forebay.kvstore.deletion import Deletions
 from forebay.kvstore.errors import BlockCorrupt, TierError, TierFull
 from forebay.kvstore.fasttier import FastTier, Room
+from forebay.kvstore.gate import Owner
 from forebay.kvstore.ledger import Ledger
 from forebay.kvstore.tier import ObjectKey
 
@@ -63,9 +64,10 @@ class Loader:
         in_flight_limit: int,
         timeout_s: float,
         thread_bytes: int,
+        owner: Owner,
     ) -> None:
         self._fast, self._lower, self._deletions, self._ledger = fast, lower, deletions, ledger
-        self._verify = verify
+        self._verify, self._owner = verify, owner
         self._timeout_s, self._thread_bytes = timeout_s, thread_bytes
         self._turns = asyncio.Semaphore(in_flight_limit)
         self._flights: dict[ObjectKey, Flight] = {}
@@ -167,7 +169,9 @@ class Loader:
         """
         room.enter()
         try:
-            size = await channel.get_into(key, room.view, timeout_s=self._timeout_s, release=room.leave)
+            size = await channel.get_into(
+                key, room.view, timeout_s=self._timeout_s, release=room.leave, owner=self._owner
+            )
         except BlockCorrupt:  # counted by the channel, dropped by the tier
             self._ledger.count("load_corrupt")
             self._ledger.note(key, f"corrupt in {channel.name}")

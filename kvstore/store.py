@@ -22,6 +22,7 @@ from forebay.kvstore.channel import TierChannel
 from forebay.kvstore.deletion import Deletions
 from forebay.kvstore.errors import TierClosed, TierError, TierFull
 from forebay.kvstore.fasttier import FastTier
+from forebay.kvstore.gate import Owner
 from forebay.kvstore.ledger import Ledger
 from forebay.kvstore.loader import Flight, Loaded, Loader, Verify
 from forebay.kvstore.tier import Borrow, Buffer, ObjectKey, Tier, WritableBuffer
@@ -98,6 +99,8 @@ class Store:
         lower: channels to the slower tiers, fastest first.
         verify: what is wrong with an object's bytes, None if nothing (kvstore.objects.verify_object).
         seal: completes an object's header before it leaves memory (kvstore.objects.seal_header).
+        owner: whose turns its calls to the lower tiers take: a tenant.
+        copy_budget: of bytes that `clean_ahead` copies, shared with other stores; None: one of its own, as `settings` say.
     """
 
     def __init__(
@@ -108,12 +111,14 @@ class Store:
         verify: Verify,
         seal: Seal,
         settings: StorePolicy | None = None,
+        owner: Owner = None,
+        copy_budget: ByteBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         policy = settings or StorePolicy()
         self._policy = policy
-        self._clock, self._sleep = clock, sleep
+        self._clock, self._sleep, self._owner = clock, sleep, owner
         self._lower = tuple(lower)
         self._fast = FastTier(first)
         self._ledger = Ledger(policy.explain_entries)
@@ -124,6 +129,7 @@ class Store:
             owed_limit=policy.deletes_owed,
             timeout_s=policy.store_timeout_s,
             sleep=sleep,
+            owner=owner,
         )
         self._loader = Loader(
             self._fast,
@@ -134,8 +140,11 @@ class Store:
             in_flight_limit=policy.loads_in_flight,
             timeout_s=policy.load_timeout_s,
             thread_bytes=policy.verify_in_thread_bytes,
+            owner=owner,
         )
         ahead = policy.write_policy == "clean_ahead"
+        if ahead and copy_budget is None:
+            copy_budget = ByteBudget(policy.copy_bytes_per_s, policy.copy_burst_bytes, clock, sleep)
         self._copies = WriteBehind(
             self._fast,
             self._lower,
@@ -147,8 +156,9 @@ class Store:
             timeout_s=policy.store_timeout_s,
             retry_s=policy.retry_s,
             attempts_limit=policy.copy_attempts,
-            budget=ByteBudget(policy.copy_bytes_per_s, policy.copy_burst_bytes, clock, sleep) if ahead else None,
+            budget=copy_budget if ahead else None,
             sleep=sleep,
+            owner=owner,
         )
         self._closed = False
 
@@ -177,7 +187,8 @@ class Store:
                 if channel.answers_from_memory or not channel.answers_probes or not channel.healthy:
                     continue
                 try:
-                    run = await channel.probe(namespace, group, rest, timeout_s=max(deadline_s - self._clock(), 0.0))
+                    left_s = max(deadline_s - self._clock(), 0.0)
+                    run = await channel.probe(namespace, group, rest, timeout_s=left_s, owner=self._owner)
                 except TierError:
                     self._ledger.count("probe_trouble")
                     continue

@@ -20,10 +20,13 @@ from forebay.kvstore.channel import TierBusy, TierChannel
 from forebay.kvstore.deletion import Deletions
 from forebay.kvstore.errors import TierError, TierFull
 from forebay.kvstore.fasttier import FastTier, Held
+from forebay.kvstore.gate import Owner, Turns
 from forebay.kvstore.ledger import Ledger
 from forebay.kvstore.tier import ObjectKey
 
 logger = logging.getLogger(__name__)
+
+_NEXT_TURN_S = 0.001
 
 Seal = Callable[[memoryview], None]  # fills in what an object needs outside memory (its header's checksum)
 
@@ -144,6 +147,9 @@ class CopyQueue:
 class ByteBudget:
     """A token bucket that may go into debt once, so that an object larger than the burst is still let through.
 
+    Stores of several owners may share one: owners then take turns, one object a turn.
+
+
     Raises: ValueError if the rate is not positive (write policy "off" is how to copy nothing).
     """
 
@@ -160,11 +166,20 @@ class ByteBudget:
         self._clock, self._sleep = clock, sleep
         self._level = burst_bytes
         self._at_s = clock()
+        self._turns: Turns[object] = Turns()
 
-    async def solvent(self) -> None:
-        """Wait until the budget is out of debt."""
-        while (debt := -self._refill()) > 1:
-            await self._sleep(debt / self._rate)
+    async def solvent(self, owner: Owner = None) -> None:
+        """Wait until the budget is out of debt and it is this owner's turn. `spend` before you wait for anything else."""
+        ticket = object()
+        self._turns.add(owner, ticket)
+        try:
+            while (debt := -self._refill()) > 1 or self._turns.first() is not ticket:
+                # Out of debt yet not first: the first is about to wake from the same sleep.
+                await self._sleep(max(debt / self._rate, _NEXT_TURN_S))
+            self._turns.pop()
+        except asyncio.CancelledError:
+            self._turns.discard(owner, ticket)
+            raise
 
     def spend(self, size: int) -> None:
         self._level = self._refill() - size
@@ -194,10 +209,11 @@ class WriteBehind:
         attempts_limit: int,
         budget: ByteBudget | None,
         sleep: Callable[[float], Awaitable[None]],
+        owner: Owner,
     ) -> None:
         self._fast, self._lower, self._deletions, self._ledger = fast, lower, deletions, ledger
         self._verify, self._seal = verify, seal
-        self._queue_limit, self._timeout_s, self._retry_s = queue_limit, timeout_s, retry_s
+        self._queue_limit, self._timeout_s, self._retry_s, self._owner = queue_limit, timeout_s, retry_s, owner
         self._attempts_limit, self._budget, self._sleep = attempts_limit, budget, sleep
         self.queue = CopyQueue(queue_limit)
         self._copies: dict[ObjectKey, asyncio.Task[Copy]] = {}
@@ -297,7 +313,7 @@ class WriteBehind:
                     await self._sleep(self._retry_s)
                     continue
                 if self._budget is not None:
-                    await self._budget.solvent()  # before picking, so that the best one of then is picked
+                    await self._budget.solvent(self._owner)  # before picking, so that the best one of then is picked
                 key = self.queue.pop()
                 if key is None:
                     self._wake.clear()
@@ -399,7 +415,7 @@ class WriteBehind:
 
         held.enter()
         try:
-            await channel.put(key, held.view, timeout_s=timeout_s, release=settled)
+            await channel.put(key, held.view, timeout_s=timeout_s, release=settled, owner=self._owner)
         except TierFull:
             self._ledger.count("copy_full")
             return Copy.REFUSED

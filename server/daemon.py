@@ -28,6 +28,7 @@ from forebay.kvstore.store import Store, StorePolicy
 from forebay.kvstore.tier import ObjectKey, SupportsStats, Tier
 from forebay.kvstore.tls import Stream
 from forebay.kvstore.wire import VERBS
+from forebay.kvstore.writebehind import ByteBudget
 from forebay.server.auth import check_verbs
 from forebay.server.blocks import Blocks
 from forebay.server.busypoll import BusyPoll
@@ -95,6 +96,9 @@ class Daemon:
         self._given_lower = tuple(lower)
         self.lower: tuple[TierChannel, ...] = ()
         self._stores: dict[str, Store] = {}
+        self._copy_budget = ByteBudget(  # of all stores together: tenants take turns in it
+            settings.copy_bytes_per_s, StorePolicy().copy_burst_bytes, time.monotonic, asyncio.sleep
+        )
         self.namespaces: dict[tuple[str, bytes], Namespace] = {}  # by trust domain and id
         self._explainer = Explainer(self)
         self._quotas: dict[str, Quota] = {}
@@ -333,11 +337,9 @@ class Daemon:
                 self.lower,
                 verify=verify,
                 seal=seal,
-                settings=StorePolicy(
-                    write_policy=self.settings.write_policy,
-                    copy_bytes_per_s=self.settings.copy_bytes_per_s,
-                    copy_workers=_COPY_WORKERS,
-                ),
+                settings=StorePolicy(write_policy=self.settings.write_policy, copy_workers=_COPY_WORKERS),
+                owner=domain.domain_name.partition("/")[0],
+                copy_budget=self._copy_budget,
             )
         return store
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from forebay.kvstore.breaker import Breaker, BreakerPolicy, BreakerState
-from forebay.kvstore.channel import ChannelPolicy, TierBusy, TierChannel, _Gate, _Lane
+from forebay.kvstore.channel import ChannelPolicy, TierBusy, TierChannel
 from forebay.kvstore.errors import (
     BlockCorrupt,
     TierClosed,
@@ -16,6 +16,7 @@ from forebay.kvstore.errors import (
     TierTimeout,
     TierUnavailable,
 )
+from forebay.kvstore.gate import Gate, Lane
 from forebay.kvstore.measure import LoadMeter
 from forebay.kvstore.tier import ObjectKey, WritableBuffer
 from forebay.tiers.memory import MemoryTier
@@ -215,14 +216,14 @@ async def test_calls_that_wait_when_the_breaker_opens_are_not_sent() -> None:
 
 
 async def test_a_turn_given_to_a_call_that_was_just_cancelled_is_passed_on() -> None:
-    gate = _Gate(1, 1)
-    assert gate.try_enter(_Lane.LOAD)
-    first, second = asyncio.create_task(gate.enter(_Lane.LOAD)), asyncio.create_task(gate.enter(_Lane.STORE))
+    gate = Gate(1, 1)
+    assert gate.try_enter(Lane.LOAD)
+    first, second = asyncio.create_task(gate.enter(Lane.LOAD, "a")), asyncio.create_task(gate.enter(Lane.STORE, "a"))
     await settle()
-    gate.leave(_Lane.LOAD)  # it is the first's turn, and before it can notice it is cancelled
+    gate.leave(Lane.LOAD)  # it is the first's turn, and before it can notice it is cancelled
     first.cancel()
     await second
-    assert gate.running == 1 and gate.waiting(_Lane.LOAD) == 0
+    assert gate.running == 1 and gate.waiting(Lane.LOAD) == 0
 
 
 async def test_a_hanging_probe_does_not_hang_the_breaker() -> None:
