@@ -203,13 +203,22 @@ class FrameSocket:
         """Whether the next frame may be handed on now. If not, call `resume` later."""
         return True
 
+    def may_begin_turn(self) -> bool:
+        """Whether it is this socket's turn to be read. If not, `resume` is called later."""
+        return True
+
+    def turn_ended(self, seconds: float) -> None:
+        """Reading, and handling what was read, took so long."""
+
     # --- reading --------------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
         """Read, and hand on what is there already."""
-        if not self._reading and not self.closed and not self._closing:
+        if not self._reading and not self.closed and not self._closing and self.may_begin_turn():
+            began_s = time.perf_counter()
             self._reading = True
             self._hand_on()
+            self.turn_ended(time.perf_counter() - began_s)
             # Only now: were the socket watched before, its next bytes would be a second turn before any timer gets one.
             if self._reading:
                 self._loop.add_reader(self._sock.fileno(), self._readable)
@@ -221,6 +230,14 @@ class FrameSocket:
             self._loop.remove_reader(self._sock.fileno())
 
     def _readable(self) -> None:
+        if not self.may_begin_turn():
+            self.pause()
+            return
+        began_s = time.perf_counter()
+        self._receive()
+        self.turn_ended(time.perf_counter() - began_s)
+
+    def _receive(self) -> None:
         try:
             count = self.inbox.receive(self._sock, descriptors=self._take_descriptors)
         except BlockingIOError:

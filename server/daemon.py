@@ -40,6 +40,7 @@ from forebay.server.http import HttpDoor
 from forebay.server.lag import LoopLag
 from forebay.server.netdoor import TcpListener
 from forebay.server.reports import Reports
+from forebay.server.rounds import Rounds
 from forebay.server.sessions import Namespace, Registry
 from forebay.server.settings import BadSettings, Settings, format_bytes
 from forebay.server.verbs import SessionVerbs
@@ -112,6 +113,7 @@ class Daemon:
         self.registry: Registry
         self._lag: LoopLag
         self.busy_poll: BusyPoll
+        self.rounds: Rounds
         self._listener: UnixListener
         self._tcp: TcpListener | None = None
         self._http: HttpDoor | None = None
@@ -127,6 +129,7 @@ class Daemon:
         settings = self.settings
         self.registry = Registry()
         self._lag = LoopLag()
+        self.rounds = Rounds()
         self.busy_poll = BusyPoll(settings.busy_poll_us / 1e6)
         try:
             self.ram = RamTier(
@@ -212,14 +215,14 @@ class Daemon:
         return len(self._connections) + others < 2 * self.settings.max_sessions
 
     def _accepted(self, sock: socket.socket) -> None:
-        connection = Connection(sock, max_frame_bytes=self.settings.max_frame_bytes)
+        connection = Connection(sock, max_frame_bytes=self.settings.max_frame_bytes, rounds=self.rounds)
         if not self._has_room():
             connection.close()
             return
         self._begin(connection)
 
     def _accepted_from_network(self, sock: Stream, deadline_s: float) -> None:
-        connection = Connection(sock, max_frame_bytes=self.settings.max_frame_bytes, remote=True)
+        connection = Connection(sock, max_frame_bytes=self.settings.max_frame_bytes, rounds=self.rounds, remote=True)
         connection.introduce_until(deadline_s)
         self._begin(connection)
 

@@ -38,6 +38,7 @@ from forebay.kvstore.wire import (
     encode_frame,
 )
 from forebay.server.incoming import Incoming
+from forebay.server.rounds import Rounds
 
 log = logging.getLogger("forebay.door")
 
@@ -84,7 +85,7 @@ class Peer(msgspec.Struct, frozen=True):
 class Connection(FrameSocket):
     """One peer's requests: decoded, handed to the handler, answered in whatever order they end."""
 
-    def __init__(self, sock: Stream, *, max_frame_bytes: int, remote: bool = False) -> None:
+    def __init__(self, sock: Stream, *, max_frame_bytes: int, rounds: Rounds, remote: bool = False) -> None:
         """`remote`: over TCP. Such a peer gets no descriptors, and payload travels inline."""
         super().__init__(sock, max_frame_bytes=max_frame_bytes, descriptors=False, payload=remote)
         self._running: set[asyncio.Task[None]] = set()
@@ -98,6 +99,8 @@ class Connection(FrameSocket):
             self.peer = Peer(0, 0, 0, remote=True)
         else:
             self.peer = Peer(*struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)))
+        self._rounds, self._owner = rounds, ""  # nobody's, until it is introduced
+        rounds.join(self._owner)
 
     def open_pidfd(self) -> int | None:
         """A pidfd of the peer's process, or None where the kernel can't name it (another pid namespace).
@@ -125,9 +128,19 @@ class Connection(FrameSocket):
         """Drop the peer at this time of the loop's clock, unless it is `introduced` by then."""
         self._late = self._loop.call_at(deadline_s, self._too_late)
 
-    def introduced(self) -> None:
+    def introduced(self, tenant: str) -> None:
+        """From now on the peer is known, and its frames take its tenant's turns."""
         if self._late is not None:
             self._late.cancel()
+        self._rounds.leave(self._owner)
+        self._owner = tenant
+        self._rounds.join(tenant)
+
+    def may_begin_turn(self) -> bool:
+        return self._rounds.may_begin(self._owner, self.resume)
+
+    def turn_ended(self, seconds: float) -> None:
+        self._rounds.spent(self._owner, seconds)
 
     def _too_late(self) -> None:
         log.warning("dropped a peer that did not introduce itself in time")
@@ -232,7 +245,9 @@ class Connection(FrameSocket):
         self.close_after_sending()
 
     def connection_ended(self) -> None:
-        self.introduced()
+        if self._late is not None:
+            self._late.cancel()
+        self._rounds.leave(self._owner)
         for task in self._running:
             task.cancel()
         if self.incoming is not None:

@@ -228,7 +228,7 @@ class Settings(BaseSettings):
         default=8 * MIB, description="how fast each directory is read to find damage; 0 turns it off"
     )
     copy_bytes_per_s: Bytes = Field(
-        default=256 * MIB, description="most that clean_ahead writes to the tiers below ram, a second"
+        default=256 * MIB, description="most that clean_ahead writes to the tiers below ram, a second, over all tenants"
     )
     tiers: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_names)] = Field(
         default=(), description="tiers below ram, fastest first, by their forebay.tiers entry point names"

@@ -175,7 +175,7 @@ class SessionVerbs:
                 "principal": principal.name,
             },
         )
-        self._connection.introduced()
+        self._connection.introduced(principal.tenant)
         reply = wire.HelloReply(
             session=session.id,
             boot_epoch=daemon.boot_epoch,
@@ -293,19 +293,21 @@ class SessionVerbs:
     async def _acquire_by_chunks(
         self, request: wire.Acquire, namespace: Namespace, table: Table, keys: list[bytes]
     ) -> Answer:
-        domain = self.session.domain
+        domain, tenant = self.session.domain, self.session.principal.tenant
         held: list[RowArray] = []
         loaded: list[tuple[str, int]] = []
         deadline_s = time.monotonic() + min(request.wait_ms / 1000, MAX_WAIT_S)
         try:
             done = 0
+            if self._daemon.rounds.contended:
+                await self._daemon.rounds.turn(tenant)
             while done < len(keys):
                 rows = domain.find_leading(table, keys[done : done + CHUNK])
                 domain.lease(rows)
                 held.append(rows)
                 done += len(rows)
                 if done == len(keys) or len(rows) == CHUNK:
-                    await asyncio.sleep(0)
+                    await self._daemon.rounds.turn(tenant)
                     continue
                 left_s = deadline_s - time.monotonic()
                 if not self._daemon.lower or left_s <= 0:
@@ -424,7 +426,7 @@ class SessionVerbs:
     async def _allocate_long(
         self, request: wire.Allocate, namespace: Namespace, table: Table, keys: list[bytes], parent: bytes, need: int
     ) -> Answer:
-        domain = self.session.domain
+        domain, tenant = self.session.domain, self.session.principal.tenant
         full_mask = self._full_mask(namespace, request.group)
         statuses: list[bytes] = []
         granted: list[RowArray] = []
@@ -433,13 +435,15 @@ class SessionVerbs:
             if len(set(keys)) != len(keys):
                 raise BadRequest("a key stands twice in one allocate: give each object once")
             await domain.make_room(table, len(keys))
+            if self._daemon.rounds.contended:
+                await self._daemon.rounds.turn(tenant)
             for start in range(0, len(keys), ALLOCATE_CHUNK):
                 chunk = keys[start : start + ALLOCATE_CHUNK]
                 got = domain.allocate(table, chunk, above, parts=request.parts, full_mask=full_mask)
                 statuses.append(got.statuses)
                 granted.append(got.rows)
                 above = chunk[-1]
-                await asyncio.sleep(0)
+                await self._daemon.rounds.turn(tenant)
         except BaseException:
             for rows in granted:
                 for row in rows[rows >= 0].tolist():
