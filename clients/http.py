@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from forebay.clients.copying import targets_of
+from forebay.clients.keying import Keying
 from forebay.clients.results import Match, PutResult, TierRun
 from forebay.kvstore.cost import TierEstimate
 from forebay.kvstore.errors import (
@@ -31,7 +32,7 @@ from forebay.kvstore.errors import (
     UnknownHandle,
 )
 from forebay.kvstore.identity import NamespaceFacts
-from forebay.kvstore.keys import TokenIds, block_keys, token_words
+from forebay.kvstore.keys import TokenIds, token_words
 from forebay.kvstore.objects import ObjectLayout
 from forebay.kvstore.secretfile import token_from_environment
 from forebay.kvstore.tier import Buffer, WritableBuffer
@@ -233,33 +234,12 @@ class Answer:
         return found
 
 
-class HttpNamespace:
+class HttpNamespace(Keying):
     """One namespace over HTTP. It survives a restart of the daemon by opening itself again."""
 
     def __init__(self, client: HttpClient, facts: NamespaceFacts, number: bytes) -> None:
+        super().__init__(facts, number)
         self.client = client
-        self.facts = facts
-        self.id = number
-        self._layouts = tuple(ObjectLayout.of(facts, group) for group in range(len(facts.groups)))
-
-    def layout(self, group: int = 0) -> ObjectLayout:
-        """Sizes and offsets of a group's objects."""
-        if not 0 <= group < len(self._layouts):
-            raise ValueError(f"no group {group}: the namespace declares {len(self._layouts)}")
-        return self._layouts[group]
-
-    def keys(
-        self, token_ids: TokenIds, extras: Mapping[int, bytes] | None = None, *, parent: bytes | None = None
-    ) -> list[bytes]:
-        """Keys of the full blocks of a prompt."""
-        return block_keys(
-            self.id,
-            token_ids,
-            self.facts.block_tokens,
-            algorithm=self.facts.hash_algorithm,
-            extras=extras,
-            parent=parent,
-        )
 
     def match(self, keys: Sequence[bytes], group: int = 0, *, timeout_s: float | None = None) -> Match:
         """The leading run that any tier holds. May count past a block deleted or damaged in its middle."""

@@ -7,7 +7,7 @@ leaves no lease and no allocation behind.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from forebay.clients import remote
 from forebay.clients.copying import copy_in, copy_out, targets_of
+from forebay.clients.keying import Keying
 from forebay.clients.lease import Lease
 from forebay.clients.memory import read_places
 from forebay.clients.results import FlushResult, Match, PutResult, TierRun, tally
@@ -25,7 +26,7 @@ from forebay.kvstore import wire
 from forebay.kvstore.cost import TierEstimate
 from forebay.kvstore.errors import DaemonUnavailable, EpochEnded
 from forebay.kvstore.identity import NamespaceFacts
-from forebay.kvstore.keys import KEY_BYTES, TokenIds, block_keys, token_words
+from forebay.kvstore.keys import KEY_BYTES, TokenIds, token_words
 from forebay.kvstore.objects import ObjectLayout
 from forebay.kvstore.tier import Buffer, WritableBuffer
 from forebay.kvstore.wire import SlotStatus
@@ -41,34 +42,13 @@ _ASKED_AHEAD: Final = 3
 _WRITTEN: Final = bytes(status == SlotStatus.WRITABLE for status in range(256))
 
 
-class NamespaceCore:
+class NamespaceCore(Keying):
     """Operations on one opened namespace. It survives a restart of the daemon by opening itself again."""
 
     def __init__(self, core: ClientCore, facts: NamespaceFacts, life: Life, reply: wire.OpenReply) -> None:
+        super().__init__(facts, reply.namespace)
         self.core = core
-        self.facts = facts
-        self.id = reply.namespace
         self._opened: tuple[Life, int] | None = (life, reply.handle)
-        self._layouts = tuple(ObjectLayout.of(facts, group) for group in range(len(facts.groups)))
-
-    def layout(self, group: int = 0) -> ObjectLayout:
-        """Sizes and offsets of a group's objects."""
-        if not 0 <= group < len(self._layouts):
-            raise ValueError(f"no group {group}: the namespace declares {len(self._layouts)}")
-        return self._layouts[group]
-
-    def keys(
-        self, token_ids: TokenIds, extras: Mapping[int, bytes] | None = None, *, parent: bytes | None = None
-    ) -> list[bytes]:
-        """Keys of the full blocks of a prompt."""
-        return block_keys(
-            self.id,
-            token_ids,
-            self.facts.block_tokens,
-            algorithm=self.facts.hash_algorithm,
-            extras=extras,
-            parent=parent,
-        )
 
     def _live(self, deadline_s: float) -> Op[tuple[Life, int]]:
         """The session, and the handle of this namespace in it."""

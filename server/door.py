@@ -37,6 +37,7 @@ from forebay.kvstore.wire import (
     encode_error,
     encode_frame,
 )
+from forebay.server.accepting import Accepting
 from forebay.server.incoming import Incoming
 from forebay.server.rounds import Rounds
 
@@ -283,9 +284,8 @@ class UnixListener:
         self.path = path
         self._mode = mode
         self._accepted = accepted
-        self._sock: socket.socket | None = None
+        self._accepting: Accepting | None = None
         self._lock = -1
-        self._loop = asyncio.get_running_loop()
 
     def start(self) -> None:
         """Bind and listen.
@@ -314,13 +314,11 @@ class UnixListener:
             finally:
                 os.umask(previous)
             os.chmod(self.path, self._mode)
-            sock.listen(128)
+            self._accepting = Accepting(sock, self._accepted)
         except BaseException:
             sock.close()
             self._unlock()
             raise
-        self._sock = sock
-        self._loop.add_reader(sock.fileno(), self._accept)
 
     def _remove_dead_socket(self) -> None:
         """Take away what a killed daemon left: we hold the lock. Anything but a socket is someone's file, and stays."""
@@ -332,33 +330,12 @@ class UnixListener:
             raise ValueError(f"{self.path} is there and is no socket: move it away, or name another path with --socket")
         self.path.unlink(missing_ok=True)
 
-    def _accept(self) -> None:
-        assert self._sock is not None
-        for _ in range(16):
-            try:
-                peer, _ = self._sock.accept()
-            except BlockingIOError:
-                return
-            except OSError as exc:
-                # Out of descriptors, most likely: look again soon instead of spinning on a readable listener.
-                log.error("accept failed: %s", exc.strerror)
-                self._loop.remove_reader(self._sock.fileno())
-                self._loop.call_later(0.5, self._look_again)
-                return
-            peer.setblocking(False)
-            self._accepted(peer)
-
-    def _look_again(self) -> None:
-        if self._sock is not None:
-            self._loop.add_reader(self._sock.fileno(), self._accept)
-
     def stop(self) -> None:
         """Stop listening and take the path away. Idempotent."""
-        if self._sock is None:
+        if self._accepting is None:
             return
-        self._loop.remove_reader(self._sock.fileno())
-        self._sock.close()
-        self._sock = None
+        self._accepting.close()
+        self._accepting = None
         self.path.unlink(missing_ok=True)
         self._unlock()
 

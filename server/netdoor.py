@@ -12,15 +12,12 @@ import socket
 import ssl
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
 from forebay.kvstore.address import keep_alive
 from forebay.kvstore.tls import Stream, TlsSocket, server_context
+from forebay.server.accepting import Accepting
 
 log = logging.getLogger("forebay.netdoor")
-
-_ACCEPTS_A_TURN: Final = 16
-_BACKLOG: Final = 128
 
 
 class TcpListener:
@@ -49,7 +46,7 @@ class TcpListener:
         self._may_accept = may_accept
         self._accepted = accepted
         self._loop = asyncio.get_running_loop()
-        self._sock: socket.socket | None = None
+        self._accepting: Accepting | None = None
         self._shaking: set[_Handshake] = set()
         self.port = -1
 
@@ -60,41 +57,22 @@ class TcpListener:
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind((self._host, self._port))
-            sock.listen(_BACKLOG)
         except BaseException:
             sock.close()
             raise
-        self._sock = sock
         self.port = sock.getsockname()[1]
-        self._loop.add_reader(sock.fileno(), self._accept)
+        self._accepting = Accepting(sock, self._connected)
 
-    def _accept(self) -> None:
-        assert self._sock is not None
-        for _ in range(_ACCEPTS_A_TURN):
-            try:
-                peer, _ = self._sock.accept()
-            except BlockingIOError:
-                return
-            except OSError as exc:
-                # Out of descriptors, most likely: look again soon instead of spinning on a readable listener.
-                log.error("accept failed: %s", exc.strerror)
-                self._loop.remove_reader(self._sock.fileno())
-                self._loop.call_later(0.5, self._look_again)
-                return
-            peer.setblocking(False)
-            if not self._may_accept(len(self._shaking)):
-                peer.close()
-                continue
-            keep_alive(peer)
-            deadline_s = self._loop.time() + self._handshake_s
-            if self._context is None:
-                self._accepted(peer, deadline_s)
-            else:
-                self._shaking.add(_Handshake(self, TlsSocket(peer, self._context), deadline_s))
-
-    def _look_again(self) -> None:
-        if self._sock is not None:
-            self._loop.add_reader(self._sock.fileno(), self._accept)
+    def _connected(self, peer: socket.socket) -> None:
+        if not self._may_accept(len(self._shaking)):
+            peer.close()
+            return
+        keep_alive(peer)
+        deadline_s = self._loop.time() + self._handshake_s
+        if self._context is None:
+            self._accepted(peer, deadline_s)
+        else:
+            self._shaking.add(_Handshake(self, TlsSocket(peer, self._context), deadline_s))
 
     def shaken(self, handshake: _Handshake, sock: TlsSocket | None) -> None:
         """A handshake has ended; `sock` is None where it failed."""
@@ -106,10 +84,9 @@ class TcpListener:
         """Stop listening and drop whom nobody has accepted yet. Idempotent."""
         for handshake in list(self._shaking):
             handshake.fail()
-        if self._sock is not None:
-            self._loop.remove_reader(self._sock.fileno())
-            self._sock.close()
-            self._sock = None
+        if self._accepting is not None:
+            self._accepting.close()
+            self._accepting = None
 
 
 class _Handshake:
