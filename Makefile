@@ -31,7 +31,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(TEST_FLAGS)
 
 slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow $(TEST_FLAGS)
+	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=890 $(TEST_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -281,3 +281,11 @@ def test_bench_passes_its_options_on_and_prints_json_or_a_table(monkeypatch: pyt
 def test_a_bug_in_a_command_shows_itself(client: FakeClient) -> None:
     client.fail = ValueError("a bug")
     assert isinstance(run("status").exception, ValueError)
+
+
+def test_a_token_file_that_cannot_be_read_is_said_and_no_traceback(tmp_path: Path) -> None:
+    environ = {**os.environ, "FOREBAY_TOKEN_FILE": str(tmp_path / "nowhere"), "FOREBAY_SOCKET": str(tmp_path / "s")}
+    command = [sys.executable, "-m", "forebay", "status"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "nowhere" in done.stderr + done.stdout and "Traceback" not in done.stderr

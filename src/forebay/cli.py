@@ -422,7 +422,11 @@ def _bench(name: str, as_json: bool, **options: object) -> None:
 def _client(socket: Path | None, timeout_s: float) -> Iterator[Client]:
     from forebay.clients import Client
 
-    with Client(socket, timeout_s=timeout_s) as client:
+    try:
+        client = Client(socket, timeout_s=timeout_s)
+    except ValueError as exc:  # the file that FOREBAY_TOKEN_FILE names
+        raise ForebayError(str(exc)) from exc
+    with client:
         yield client
 
 

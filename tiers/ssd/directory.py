@@ -186,7 +186,7 @@ class Directory:
         return True
 
     def _fail(self, exc: BaseException) -> None:
-        if isinstance(exc, lmdb.Error):
+        if isinstance(exc, lmdb.Error) or isinstance(exc.__cause__, lmdb.Error):
             self.suspect()
         self._told_failed(exc)
 

@@ -120,7 +120,10 @@ def lock(path: Path, files: Files) -> int:
         if exc.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise
         raise DirectoryInUse(f"{path} is in use by process {owner or 'unknown'}: one daemon a directory") from exc
-    os.pwrite(fd, f"{os.getpid()}".ljust(16).encode(), 0)
+    try:
+        os.pwrite(fd, f"{os.getpid()}".ljust(16).encode(), 0)
+    except OSError:
+        pass  # a full disk: the lock holds without its owner's name
     return fd
 
 
