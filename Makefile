@@ -1,6 +1,6 @@
 # Every target makes its own environment first; after that, only what changed is done again.
 #   make demo    the story: a prefix outlives the engine that computed it (real 0.5B model, no root needed)
-#   make test    the quick tests        make slow    the longer suites
+#   make test    the quick tests        make slow    the longer suites      make test-faults   20,000 seeded faults
 #   make lint    ruff and mypy          make fmt     format in place
 #   make bench   measure this machine   make model   fetch the demo model
 PYTHON ?= python3
@@ -8,10 +8,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
+KILLS ?= 100
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test slow lint fmt bench model clean help
+.PHONY: demo test slow test-faults lint fmt bench model clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +33,11 @@ test: $(STAMP)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=890 $(TEST_FLAGS)
+
+# 20,000 seeded faults; FAULT_FLAGS="--share 0.1" takes a tenth, "--seed N" replays.
+test-faults: $(STAMP)
+	PYTHONPATH=. $(BIN)/python -m tests.faults.campaign $(FAULT_FLAGS)
+	FOREBAY_KILLS=$(KILLS) $(BIN)/python -m pytest -s tests/faults/test_kill_under_load.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import json
 import os
 import shutil
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forebay.kvstore.errors import BlockCorrupt, TierFull, TierUnavailable
+from forebay.kvstore.tier import ObjectKey
 from forebay.tiers.ssd import SsdTier, recovery
+from forebay.tiers.ssd.catalog import Catalog
 from forebay.tiers.ssd.files import Files
-from forebay.tiers.ssd.layout import PAGE, SegmentHeader, pack_segment
+from forebay.tiers.ssd.layout import PAGE, Place, SegmentHeader, pack_segment
 from forebay.tiers.ssd.tier import segment_bytes_for
 from tests.contract.tier_contract import NAMESPACE, forge, key_of, read
 from tests.tiers.ssd_faults import SEGMENT, FaultyFiles, always, home_of, in_process, once, settled
@@ -113,6 +118,26 @@ async def test_a_commit_that_failed_takes_the_directory_out_and_it_comes_back(tm
     assert tier.stats()["counters"]["opened"] == 2
     await put(tier, 2)
     assert await held(tier, 2) == [2]
+    await tier.aclose()
+
+
+async def test_a_delete_whose_caller_gives_up_is_done_all_the_same_and_harms_no_other(tmp_path: Path) -> None:
+    go = threading.Event()
+
+    class Held(Files):
+        def commit(self, commit: Callable[[], None]) -> None:
+            go.wait(10.0)
+            commit()
+
+    go.set()
+    tier = tier_of(tmp_path, files=Held())
+    await put(tier, 1, 2)
+    go.clear()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(tier.delete(key_of(1)), 0.05)
+    go.set()
+    assert await tier.delete(key_of(2))
+    assert set(tier.keys()) == set()
     await tier.aclose()
 
 
@@ -282,6 +307,21 @@ async def test_an_index_that_kills_its_reader_kills_a_child_and_is_rebuilt(tmp_p
     assert asked == ["check", "rebuild"]
     assert await held(again, *range(6)) == list(range(6))
     await again.aclose()
+
+
+async def test_an_index_that_leads_in_circles_is_not_walked_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = tier_of(tmp_path)
+    await put(tier, 1, 2)
+    await tier.aclose()
+    real = Catalog.places
+
+    def in_circles(self: Catalog) -> Iterator[tuple[ObjectKey, Place]]:
+        return itertools.cycle(real(self))
+
+    monkeypatch.setattr(Catalog, "places", in_circles)
+    assert "more entries" in recovery.check(home_of(tmp_path), Files()).trouble
 
 
 async def test_the_child_process_checks_and_rebuilds_for_real(tmp_path: Path) -> None:

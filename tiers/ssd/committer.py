@@ -108,6 +108,7 @@ class Committer:
         return not self._thread.is_alive()
 
     def _ask(self, change: _Change) -> Future[bool]:
+        change.done.set_running_or_notify_cancel()  # nobody can cancel it now: the thread answers also who gave up
         with self._hidden_lock:
             if not self._ended:
                 self._queue.put(change)

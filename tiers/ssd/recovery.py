@@ -21,7 +21,7 @@ from typing import Final
 from forebay.tiers.ssd import tombstones
 from forebay.tiers.ssd.catalog import BadCatalog, Catalog, SegmentRow, SegmentState, map_bytes_for, remove_catalog
 from forebay.tiers.ssd.files import Files
-from forebay.tiers.ssd.home import Home, host_id, read_identity
+from forebay.tiers.ssd.home import INDEX_NAME, Home, host_id, read_identity
 from forebay.tiers.ssd.layout import (
     PAGE,
     DirectoryId,
@@ -127,8 +127,12 @@ def check(home: Home, files: Files) -> Checked:
             stamped = header is not None and header.empty and header.generation > row.generation
             if header is None or header.segment != number or (header.generation != row.generation and not stamped):
                 found.trouble = f"segment {number} is not the one that the index knows"
+        limit = catalog.entries
         for _, place in catalog.places():
             found.entries += 1
+            if found.entries > limit:  # pages that lead to each other in a circle
+                found.trouble = "the index has more entries than it counts"
+                break
             row = rows.get(place.segment)
             if row is None or row.generation != place.generation:
                 found.stale += 1
@@ -255,8 +259,21 @@ class ChildFailed(Exception):
     """The child process died, or said that it can't."""
 
 
-def in_child(verb: str, path: Path, *, timeout_s: float = 3600.0) -> dict[str, object]:
-    """Run `check` or `rebuild` on a locked directory in a process of its own. Raises: ChildFailed."""
+def check_timeout_s(path: Path) -> float:
+    """How long a check of this directory's index may take: a minute, and what reading it at 10 MB/s takes."""
+    try:
+        return 60.0 + (path / INDEX_NAME / "data.mdb").stat().st_size / 1e7
+    except OSError:
+        return 60.0
+
+
+def in_child(verb: str, path: Path, *, timeout_s: float | None = None) -> dict[str, object]:
+    """Run `check` or `rebuild` on a locked directory in a process of its own. Raises: ChildFailed.
+
+    A check that takes much longer than reading the index does is one that a damaged index holds; then a rebuild is due.
+    """
+    if timeout_s is None:
+        timeout_s = check_timeout_s(path) if verb == "check" else 3600.0
     command = [sys.executable, "-m", "forebay.tiers.ssd.recovery", verb, str(path)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
