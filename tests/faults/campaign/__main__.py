@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
 import random
 import sys
@@ -17,6 +18,7 @@ from tests.faults.campaign.tally import WANTED, Tally
 LIVES = 420  # of four directories each
 KILLS = WANTED["daemon kill"]
 DEATHS = 220
+HANG_S = 1800.0  # a whole campaign that takes longer hangs, and ends with every thread's stack
 
 
 def main() -> int:
@@ -28,6 +30,7 @@ def main() -> int:
     share, seed = options.share, options.seed
     print(f"replay with --seed {seed} --share {share:g}" + (f" --without '{options.without}'" * bool(options.without)))
     logging.disable(logging.CRITICAL)
+    faulthandler.dump_traceback_later(HANG_S * share + 120.0, exit=True)
     switch_off(options.without)
     tally = Tally()
     rng = random.Random(seed)

@@ -21,7 +21,7 @@ from forebay.clients import Client, Lease, Namespace
 from forebay.kvstore.errors import ClientError, ProtocolError
 from tests.daemon_process import facts_of, payload_of, tokens_of
 from tests.faults.campaign.checks import switch_off
-from tests.faults.campaign.recovering import NURSERY
+from tests.faults.campaign.recovering import NURSERY, PRELOADED
 
 BLOCKS = 12
 PROMPTS = 24
@@ -48,6 +48,7 @@ class Engine:
 
     def __init__(self, path: Path, seed: int, *, share: int = 0, without: str = "", calm: bool = False) -> None:
         """`share`: engines with the same number use the same prompts. `calm`: nothing of its own doing goes wrong."""
+        NURSERY.set_forkserver_preload(PRELOADED)
         self._pipe, there = NURSERY.Pipe()
         self._process: BaseProcess = NURSERY.Process(target=_work, args=(path, seed, share, without, calm, there))
         self._process.start()
@@ -86,12 +87,19 @@ class _Work:
     def __init__(self, path: Path, rng: random.Random, share: int, calm: bool) -> None:
         self.rng, self.calm = rng, calm
         self.report = Report()
-        self.client = Client(path, engine_id=f"engine {share}", timeout_s=CALL_S)
+        self.path, self.share = path, share
+        self._client: Client | None = None
         self.facts = facts_of(salt=b"campaign %d" % share)
         self.space: Namespace | None = None
         self.served = True
         self.stored: set[tuple[int, int]] = set()  # (prompt, twin) that this engine has stored
         self.kept: tuple[bytes, Lease] | None = None  # a lease that outlives its daemon, with that daemon's epoch
+
+    @property
+    def client(self) -> Client:
+        if self._client is None:  # it connects at once, and there may be no daemon just now
+            self._client = Client(self.path, engine_id=f"engine {self.share}", timeout_s=CALL_S)
+        return self._client
 
     def step(self) -> None:
         """One request, and what it ended in."""
@@ -104,6 +112,8 @@ class _Work:
             self.report.misses[type(exc).__name__] += 1
             self.served = False
             time.sleep(0.005)
+        except Exception as exc:
+            self.report.wrong.append(f"an engine failed: {exc!r}")
         else:
             if not self.served:
                 self.served = True
@@ -188,4 +198,5 @@ class _Work:
 
     def close(self) -> None:
         self._let_go()
-        self.client.close()
+        if self._client is not None:
+            self._client.close()
