@@ -260,11 +260,11 @@ class ChildFailed(Exception):
 
 
 def check_timeout_s(path: Path) -> float:
-    """How long a check of this directory's index may take: a minute, and what reading it at 10 MB/s takes."""
+    """How long a check of this directory's index may take: 15 s, and what reading it at 10 MB/s takes."""
     try:
-        return 60.0 + (path / INDEX_NAME / "data.mdb").stat().st_size / 1e7
+        return 15.0 + (path / INDEX_NAME / "data.mdb").stat().st_size / 1e7
     except OSError:
-        return 60.0
+        return 15.0
 
 
 def in_child(verb: str, path: Path, *, timeout_s: float | None = None) -> dict[str, object]:

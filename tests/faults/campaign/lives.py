@@ -35,7 +35,7 @@ SEGMENT = 128 << 10
 DIRECTORIES = 4
 CAPACITY = DIRECTORIES * 2 << 20
 RAM_OBJECTS = 32  # most reads go to the disk
-STUCK_S = 30.0  # a step of a life that takes longer hangs
+STUCK_S = 60.0  # a life that waits longer hangs; a check of a damaged index may take 15 s, more than once
 FAULT_RATE = 0.2
 SMALL = facts_of(layers=1, kv_heads=1, head_dim=128)  # payloads of 8 KiB
 LARGE = facts_of(layers=4, kv_heads=2, head_dim=128)  # 64 KiB: page-aligned, past all copies
