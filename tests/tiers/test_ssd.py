@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 
 from forebay.kvstore.errors import BlockCorrupt, TierFull, TierUnavailable
@@ -322,6 +323,35 @@ async def test_an_index_that_leads_in_circles_is_not_walked_for_ever(
 
     monkeypatch.setattr(Catalog, "places", in_circles)
     assert "more entries" in recovery.check(home_of(tmp_path), Files()).trouble
+
+
+async def test_damage_that_only_a_transaction_meets_has_the_index_made_anew(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def child(verb: str, path: Path) -> dict[str, object]:
+        asked.append(verb)  # a check walks what leads to objects, and not the pages that are free
+        return in_process(verb, path)
+
+    class Damaged(Files):
+        commits = 0
+
+        def commit(self, commit: Callable[[], None]) -> None:
+            self.commits += 1
+            if self.commits == 5:
+                raise lmdb.CorruptedError("mdb_del: MDB_CORRUPTED")
+            commit()
+
+    tier = tier_of(tmp_path, files=Damaged(), child=child)
+    stored = []
+    for index in range(6):
+        try:
+            await put(tier, index)
+            stored.append(index)
+        except TierUnavailable:
+            await comes_back(tier)
+    assert asked == ["rebuild"] and len(stored) == 5
+    assert await held(tier, *stored) == stored
+    await tier.aclose()
 
 
 async def test_the_child_process_checks_and_rebuilds_for_real(tmp_path: Path) -> None:

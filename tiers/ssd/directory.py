@@ -39,6 +39,8 @@ UNCLEAN_STARTS_LIMIT: Final = 8
 _LINEAR: Final = 32
 _CLOSE_S: Final = 20.0
 SUSPECT: Final = 1000  # unclean starts: the index is known to be in doubt
+CONDEMNED: Final = 2 * SUSPECT  # the index was seen to be damaged, where a check may not look: it is made anew
+_DAMAGE: Final = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError)
 
 
 class DirectoryDown(Exception):
@@ -186,14 +188,15 @@ class Directory:
         return True
 
     def _fail(self, exc: BaseException) -> None:
-        if isinstance(exc, lmdb.Error) or isinstance(exc.__cause__, lmdb.Error):
-            self.suspect()
+        trouble = exc if isinstance(exc, lmdb.Error) else exc.__cause__
+        if isinstance(trouble, lmdb.Error):
+            self._suspect(CONDEMNED if isinstance(trouble, _DAMAGE) else SUSPECT)
         self._told_failed(exc)
 
-    def suspect(self) -> None:
-        """Have the index checked before it is used again."""
+    def _suspect(self, unclean_starts: int) -> None:
+        """Have the index checked, or made anew, before it is used again."""
         try:
-            write_state(self.home.path, self._files, State("", clean=False, unclean_starts=SUSPECT))
+            write_state(self.home.path, self._files, State("", clean=False, unclean_starts=unclean_starts))
         except OSError:
             log.warning("the doubt about the index could not be noted", extra={"path": str(self.home.path)})
 
@@ -364,6 +367,8 @@ def _open_index(
     same_life = state is not None and (state.clean or state.boot == boot_id())
     trusted = same_life and state is not None and state.unclean_starts < UNCLEAN_STARTS_LIMIT and not new
     try:
+        if state is not None and state.unclean_starts >= CONDEMNED:
+            raise BadCatalog("a transaction met damage in it")
         if not new:
             check_size(home.index, files)
         if not trusted and not new:
