@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from forebay.clients.copying import targets_of
 from forebay.clients.keying import Keying
 from forebay.clients.results import Match, PutResult, TierRun
+from forebay.clients.writing import Run
 from forebay.kvstore.cost import TierEstimate
 from forebay.kvstore.errors import (
     PROTOCOL_ERRORS,
@@ -358,19 +359,12 @@ class HttpNamespace(Keying):
         step = max(1, min(_BATCH_OBJECTS, _BATCH_BYTES // layout.object_bytes))
         counts = dict.fromkeys(("stored", "present", "pending", "refused"), 0)
 
+        run = Run(self.id, layout, keys, parent, start_block, words[: len(keys) * layout.block_tokens].tobytes())
+
         def pieces(start: int, end: int) -> Iterator[Buffer]:
             for index in range(start, end):
                 header = bytearray(layout.header_bytes)
-                layout.write_header(
-                    header,
-                    key=keys[index],
-                    parent=keys[index - 1] if index else parent,
-                    namespace=self.id,
-                    position=(start_block + index) * layout.block_tokens,
-                    token_ids=words[index * layout.block_tokens : (index + 1) * layout.block_tokens].tobytes(),
-                    checksums=layout.part_checksums(payloads[index]),
-                    created_ns=time.time_ns(),
-                )
+                run.header_into(header, index, layout.part_checksums(payloads[index]), time.time_ns())
                 yield header
                 yield payloads[index]
 

@@ -18,6 +18,7 @@ from forebay.clients.copying import copy_in, copy_out, targets_of
 from forebay.clients.keying import Keying
 from forebay.clients.lease import Lease
 from forebay.clients.memory import read_places
+from forebay.clients.pieces import growing_pieces
 from forebay.clients.results import FlushResult, Match, PutResult, TierRun, tally
 from forebay.clients.session import ClientCore, Life, Op, Sent
 from forebay.clients.transport import Pending
@@ -267,7 +268,15 @@ class NamespaceCore(Keying):
         if self.core.remote:
             return (yield from remote.store(self, run, payloads, group, deadline_s))
         life, handle = yield from self._live(deadline_s)
-        chunks = [(start, run.part(start, end)) for start, end in _chunks(len(keys), run.layout.object_bytes)]
+        # Each chunk's places are asked for while those before it are copied; none is more than the daemon answers at once.
+        pieces = growing_pieces(
+            len(keys),
+            run.layout.object_bytes,
+            first_bytes=_FIRST_CHUNK_BYTES,
+            most_bytes=_CHUNK_BYTES,
+            most_objects=_CHUNK_OBJECTS,
+        )
+        chunks = [(start, run.part(start, end)) for start, end in pieces]
         asked: list[Pending] = []
         commits: list[Pending] = []
         statuses: list[bytes] = []
@@ -379,21 +388,6 @@ class NamespaceCore(Keying):
         deadline_s = self.core.deadline(timeout_s)
         life = yield from self.core.live(deadline_s)
         yield Sent(life.transport, life.transport.start(wire.Report(kind, values), deadline_s), deadline_s)
-
-
-def _chunks(count: int, object_bytes: int) -> list[tuple[int, int]]:
-    """Cut `count` objects in pieces, each asked for while the one before is copied.
-
-    The first is small, so that copying starts soon; each next one is twice as large, as far as the daemon answers at once.
-    """
-    most = max(1, min(_CHUNK_OBJECTS, _CHUNK_BYTES // object_bytes))
-    size = max(1, min(most, _FIRST_CHUNK_BYTES // object_bytes))
-    chunks: list[tuple[int, int]] = []
-    start = 0
-    while start < count:
-        chunks.append((start, min(count, start + size)))
-        start, size = start + size, min(most, 2 * size)
-    return chunks
 
 
 def _words_of(token_ids: TokenIds | None, count: int, layout: ObjectLayout) -> npt.NDArray[np.uint32] | None:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from forebay.clients.lease import Lease
+from forebay.clients.pieces import growing_pieces
 from forebay.clients.results import PutResult, TierRun, tally
 from forebay.clients.session import ClientCore, Lane, Op, Sent
 from forebay.clients.transport import Pending
@@ -38,7 +38,6 @@ _REQUEST_OBJECTS: Final = 1024
 _UNDER_WAY: Final = 3  # requests at a time
 # A put of so much is sent without asking first what is there already: one round trip instead of two.
 _AT_ONCE_BYTES: Final = 256 << 10
-_digest = xxhash.xxh3_64_intdigest
 
 
 class Fetched(NamedTuple):
@@ -67,7 +66,7 @@ def fetch(
     headers = bytearray(len(keys) * size)
     tokens = words[: len(keys) * layout.block_tokens].tobytes() if words is not None else None
     wait_until_s = time.monotonic() + wait_s
-    requests = list(_cut(len(keys), layout.object_bytes))
+    requests = _requests(len(keys), layout.object_bytes)
     header_views = memoryview(headers)
 
     def ask(lane: Lane, start: int, end: int) -> Pending:
@@ -168,7 +167,7 @@ def _put(
 def _fill(
     space: NamespaceCore, lane: Lane, run: Run, payloads: Sequence[Buffer], group: int, deadline_s: float
 ) -> Op[PutResult]:
-    requests = list(_cut(len(run.keys), run.layout.object_bytes))
+    requests = _requests(len(run.keys), run.layout.object_bytes)
     asked: list[Pending] = []
     fills: list[Pending] = []
     statuses = b""
@@ -213,7 +212,7 @@ def _objects(run: Run, payloads: Sequence[Buffer], positions: Sequence[int]) -> 
     for i in positions:
         header = bytearray(run.layout.header_bytes)
         payload = memoryview(payloads[i]).cast("B")
-        run.header_into(header, i, [_digest(payload[a:b]) for a, b in run.layout.part_ranges], created_ns)
+        run.header_into(header, i, run.layout.part_checksums(payload), created_ns)
         yield memoryview(header), payload
 
 
@@ -237,14 +236,14 @@ def _lane(space: NamespaceCore, deadline_s: float) -> Op[Lane]:
     return lane
 
 
-def _cut(count: int, object_bytes: int) -> Iterator[tuple[int, int]]:
-    """Requests for `count` objects; the first is small, each next one twice as large up to a bound."""
-    most = max(1, min(_REQUEST_OBJECTS, _REQUEST_BYTES // object_bytes))
-    size = max(1, min(most, _FIRST_REQUEST_BYTES // object_bytes))
-    start = 0
-    while start < count:
-        yield start, min(count, start + size)
-        start, size = start + size, min(most, 2 * size)
+def _requests(count: int, object_bytes: int) -> list[tuple[int, int]]:
+    return growing_pieces(
+        count,
+        object_bytes,
+        first_bytes=_FIRST_REQUEST_BYTES,
+        most_bytes=_REQUEST_BYTES,
+        most_objects=_REQUEST_OBJECTS,
+    )
 
 
 class CopiedLease(Lease):
