@@ -368,9 +368,9 @@ async def test_a_put_cut_in_the_middle_leaves_neither_object_nor_place(
         raw(port, head + data[:cut])
     eventually(daemon.stats, lambda stats: stats["http"]["receiving_bytes"] == 0)
     assert await stored(http, prompt) == 0
-    # A connection that was cut before the daemon looked at it begins, and ends, only after that: its place is pending meanwhile.
+    # A connection that was cut before the daemon looked at it begins, and ends, only now: its place is pending meanwhile.
     deadline_s = time.monotonic() + WAIT_S
-    while (status := (await put(http, prompt, 0))[0]) == 409 and time.monotonic() < deadline_s:
+    while (status := (await put(http, prompt, 0))[0]) == 409 and time.monotonic() < deadline_s:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     assert status == 201
 
