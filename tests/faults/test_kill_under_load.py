@@ -43,7 +43,7 @@ def test_a_daemon_killed_under_load_is_met_again_and_leaves_nothing_behind(tmp_p
             daemon.kill()
             daemon.start()
             ready_s.append(time.monotonic())
-        time.sleep(rng.uniform(0.1, 0.4))
+            wait_until_served(engines)
         reports = [engine.ask() for engine in engines]
         stats = daemon.at_base()
         assert stats["sessions"]["open"] <= 1
@@ -52,7 +52,6 @@ def test_a_daemon_killed_under_load_is_met_again_and_leaves_nothing_behind(tmp_p
             assert report.reads and not report.wrong, report.wrong[:3]
             assert set(report.misses) <= EXPECTED, report.misses
         waits = sorted(resumption(reports, ready_s))
-        assert len(waits) >= KILLS, "engines were not served again after each start"
         print(
             f"{KILLS} kills: served again {waits[len(waits) // 2]:.3f} s (median), {waits[-1]:.3f} s (most) after a start"
         )
@@ -64,6 +63,15 @@ def test_a_daemon_killed_under_load_is_met_again_and_leaves_nothing_behind(tmp_p
     assert set(os.listdir(tmp_path)) <= {"d.sock", "d.sock.lock", "daemon.log", "ssd"}
     assert all(
         path.name[-4:] in (".seg", ".mdb", ".log", "json") or path.name == "lock" for path in files(tmp_path / "ssd")
+    )
+
+
+def wait_until_served(engines: list[Engine]) -> None:
+    """Until each has had an answer to a request that it began after this call."""
+    before = [engine.served for engine in engines]
+    eventually(
+        lambda: [engine.served for engine in engines],
+        lambda now: all(n > b + 1 for n, b in zip(now, before, strict=True)),
     )
 
 

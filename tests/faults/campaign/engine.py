@@ -50,9 +50,16 @@ class Engine:
         """`share`: engines with the same number use the same prompts. `calm`: nothing of its own doing goes wrong."""
         NURSERY.set_forkserver_preload(PRELOADED)
         self._pipe, there = NURSERY.Pipe()
-        self._process: BaseProcess = NURSERY.Process(target=_work, args=(path, seed, share, without, calm, there))
+        self._served = NURSERY.Value("q", 0, lock=False)
+        work = (path, seed, share, without, calm, there, self._served)
+        self._process: BaseProcess = NURSERY.Process(target=_work, args=work)
         self._process.start()
         there.close()
+
+    @property
+    def served(self) -> int:
+        """Requests of its that were served so far."""
+        return int(self._served.value)
 
     def ask(self) -> Report:
         """End it in order, and have its report."""
@@ -71,12 +78,13 @@ class Engine:
         self._pipe.close()
 
 
-def _work(path: Path, seed: int, share: int, without: str, calm: bool, pipe: Connection) -> None:
+def _work(path: Path, seed: int, share: int, without: str, calm: bool, pipe: Connection, served: Any) -> None:
     switch_off(without)
     work = _Work(path, random.Random(seed), share, calm)
     try:
         while not pipe.poll(0):
             work.step()
+            served.value += work.served
         work.close()
         pipe.send(work.report)
     except EOFError:
