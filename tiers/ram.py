@@ -41,6 +41,7 @@ from forebay.tiers.extents import (
 Places: TypeAlias = list[tuple[Extent, npt.NDArray[np.int64]]]
 _PAGE: Final = 4096
 _LARGE_OBJECT: Final = 64 << 10
+_ALL_PARTS: Final = -1  # a mask with every bit: whoever writes whole objects need not know how many parts they have
 _FEW: Final = 4  # rows up to which plain Python beats array calls
 _LUMP: Final = 1024  # rows looked at together when those before could not go: 0.1 ms
 _FRUITLESS_LOOKS: Final = 16  # then eviction gives up for this call: what it parked need not be looked at again
@@ -447,7 +448,7 @@ class RamDomain:
         parent: bytes,
         *,
         parts: int = 0,
-        full_mask: int = 1,
+        full_mask: int = _ALL_PARTS,
         blocking: bool = False,
     ) -> Allocation:
         """Give writable places to those of a run's objects that are neither here nor being written.
@@ -556,7 +557,7 @@ class RamDomain:
             extent.rows[slots] = rows[part]
             self.board.generations[boards] = generations[part]
 
-    def commit(self, table: Table, rows: RowArray, *, parts: int = 0, full_mask: int = 1) -> int:
+    def commit(self, table: Table, rows: RowArray, *, parts: int = 0, full_mask: int = _ALL_PARTS) -> int:
         """Objects (or the caller's parts of them) are whole. Returns how many became visible. Raises: TierClosed."""
         self._check_open()
         index = self.tier.index
@@ -593,7 +594,7 @@ class RamDomain:
         if not shared.writers:
             self.tier.class_of_table[self.tier.index.table.item(row)].policy.touch(np.array([row], np.int64))
 
-    def abort(self, row: int, *, parts: int = 0, full_mask: int = 1) -> None:
+    def abort(self, row: int, *, parts: int = 0, full_mask: int = _ALL_PARTS) -> None:
         """The caller writes nothing (more) of this object and has stopped touching it."""
         if self.tier.closed:
             return

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forebay.kvstore.errors import TierClosed, TierFull
+from forebay.kvstore.errors import TierClosed, TierFull, TierTimeout
 from forebay.kvstore.index import ABSENT, RowArray, Table
 from forebay.kvstore.tier import ObjectKey
 from forebay.kvstore.wire import SlotStatus
@@ -218,6 +218,23 @@ async def test_an_object_is_visible_when_the_last_of_its_parts_is_committed(doma
     assert domain.commit(small, rows, parts=0b01, full_mask=BOTH) == 0 and small.get(keys(0, 1)[0]) == ABSENT
     assert part(domain, small, 0b01)[0] == PRESENT, "what is whole need not be written again"
     assert domain.commit(small, rows, parts=0b10, full_mask=BOTH) == 1 and small.get(keys(0, 1)[0]) == rows.item(0)
+
+
+@pytest.mark.parametrize("whole", [0b01, 0b10])
+async def test_a_whole_object_does_not_join_one_that_waits_for_a_part(
+    domain: RamDomain, small: Table, whole: int
+) -> None:
+    await domain.make_room(small, 1)
+    rows = part(domain, small, whole)[1]
+    key = ObjectKey(small.namespace, keys(0, 1)[0], small.group)
+    with pytest.raises(TierTimeout):
+        await domain.put(key, bytes(small.object_bytes), timeout_s=1.0)
+    assert domain.commit(small, rows, parts=whole, full_mask=BOTH) == 0
+    with pytest.raises(TierTimeout):
+        await domain.put(key, bytes(small.object_bytes), timeout_s=1.0)
+    domain.tier.audit()
+    rest = part(domain, small, BOTH ^ whole)[1]
+    assert domain.commit(small, rest, parts=BOTH ^ whole, full_mask=BOTH) == 1
 
 
 async def test_a_part_given_up_can_be_written_by_another(domain: RamDomain, small: Table) -> None:
