@@ -124,7 +124,7 @@ def _look(home: Home, files: Files, report: Report, progress: Progress) -> list[
 def _index(home: Home, files: Files, report: Report) -> dict[int, SegmentRow] | None:
     try:
         check_size(home.index, files)
-        found = recovery.in_child("check", home.path)  # not here: a damaged index ends the process that reads it
+        found = recovery.in_child("look", home.path)  # not here: a damaged index ends the process that reads it
         report.index_entries = int(str(found["entries"])) - int(str(found["stale"]))
         catalog = Catalog.open(home.index, home.id, files, map_bytes_for(0), create=False)
     except (BadCatalog, recovery.ChildFailed) as exc:

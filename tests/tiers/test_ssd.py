@@ -7,11 +7,13 @@ import errno
 import itertools
 import json
 import os
+import random
 import shutil
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import lmdb
 import pytest
@@ -329,7 +331,7 @@ async def test_damage_that_only_a_transaction_meets_has_the_index_made_anew(tmp_
     asked: list[str] = []
 
     def child(verb: str, path: Path) -> dict[str, object]:
-        asked.append(verb)  # a check walks what leads to objects, and not the pages that are free
+        asked.append(verb)
         return in_process(verb, path)
 
     class Damaged(Files):
@@ -358,11 +360,48 @@ async def test_the_child_process_checks_and_rebuilds_for_real(tmp_path: Path) ->
     tier = tier_of(tmp_path)
     await put(tier, *range(6))
     await tier.aclose()
+    before = (tmp_path / "index" / "data.mdb").stat().st_ino
+    assert recovery.in_child("look", tmp_path)["entries"] == 6
+    assert (tmp_path / "index" / "data.mdb").stat().st_ino == before
     assert recovery.in_child("check", tmp_path)["entries"] == 6
+    assert (tmp_path / "index" / "data.mdb").stat().st_ino != before
     os.truncate(tmp_path / "index" / "data.mdb", 5 * 4096)
     assert recovery.in_child("rebuild", tmp_path)["entries"] == 6
     with pytest.raises(recovery.ChildFailed):
         recovery.in_child("check", tmp_path / "nowhere")
+
+
+async def test_a_check_finds_damage_among_the_free_pages_of_an_index(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path)
+    await put(tier, *range(6))
+    await tier.aclose()
+    with (tmp_path / "index" / "data.mdb").open("r+b") as file:
+        # LMDB's two meta pages: the transaction's number at 144, the root of the list of free pages at 80.
+        metas = [struct.unpack_from("<Q", raw, 144) + struct.unpack_from("<q", raw, 80) for raw in pages(file, 2)]
+        free_root = max(metas)[1]
+        assert free_root > 1
+        file.seek(free_root * 4096)
+        file.write(random.Random(1).randbytes(4096))
+    assert recovery.in_child("look", tmp_path)["entries"] == 6  # whoever only reads doesn't see it
+    with pytest.raises(recovery.ChildFailed):  # the first writer would meet it
+        recovery.in_child("check", tmp_path)
+
+
+def pages(file: BinaryIO, count: int) -> list[bytes]:
+    return [file.read(4096) for _ in range(count)]
+
+
+async def test_where_no_copy_of_an_index_fits_the_index_itself_is_checked(tmp_path: Path) -> None:
+    class Full(Files):
+        def fdatasync(self, fd: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tier = tier_of(tmp_path)
+    await put(tier, *range(6))
+    await tier.aclose()
+    assert recovery.check(home_of(tmp_path), Full()).entries == 6
+    assert not (tmp_path / "index.new").exists()
+    assert await held(tier_of(tmp_path), *range(6)) == list(range(6))
 
 
 async def test_without_the_log_of_deletions_nothing_is_rebuilt(tmp_path: Path) -> None:

@@ -85,6 +85,19 @@ class Catalog:
     def close(self) -> None:
         self._env.close()
 
+    def copy(self, folder: Path) -> None:
+        """Write a new index with what this one leads to, and nothing of its free pages. Raises: OSError."""
+        self._files.mkdir(folder)
+        try:
+            self._env.copy(str(folder), compact=True)
+        except lmdb.Error as exc:
+            raise _as_os_error(exc) from exc
+        fd = self._files.open(folder / "data.mdb", os.O_RDWR)
+        try:
+            self._files.fdatasync(fd)
+        finally:
+            self._files.close(fd)
+
     @property
     def entries(self) -> int:
         with self._env.begin() as txn:

@@ -1,6 +1,7 @@
 """Finding out what a directory holds from its segments alone, and whether its index can be trusted.
 
-`check` and `rebuild` run in a child process (`python -m forebay.tiers.ssd.recovery check|rebuild DIR`): reading a damaged
+`check`, `rebuild` and `look`, a check that changes nothing, run in a child process (`python -m forebay.tiers.ssd.recovery
+check|rebuild|look DIR`): reading a damaged
 index can end the process that does it, and rebuilding a large one would hold up a daemon's other threads. Always true: a
 rebuilt index leads only to records that a table of contents or their own checksum vouches for, and to none that was
 deleted; without the log of deletions it leads nowhere.
@@ -20,7 +21,7 @@ from typing import Final
 
 from forebay.tiers.ssd import tombstones
 from forebay.tiers.ssd.catalog import BadCatalog, Catalog, SegmentRow, SegmentState, map_bytes_for, remove_catalog
-from forebay.tiers.ssd.files import Files
+from forebay.tiers.ssd.files import Files, is_full
 from forebay.tiers.ssd.home import INDEX_NAME, Home, host_id, read_identity
 from forebay.tiers.ssd.layout import (
     PAGE,
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 _STEP_PAGES: Final = 256
 _COMMIT_EVERY: Final = 20_000
+_FRESH_INDEX: Final = INDEX_NAME + ".new"
 
 
 # --- one segment ----------------------------------------------------------------------------------------------------
@@ -110,9 +112,42 @@ class Checked:
 
 
 def check(home: Home, files: Files) -> Checked:
-    """Walk the whole index and compare it with the heads of the segments. Raises: BadCatalog, OSError."""
-    found = Checked()
+    """Copy the index, and put the copy in its place if it agrees with itself and with the heads of the segments.
+
+    A copy, since a walk sees no damage in the list of free pages, which the first writer would meet; a copy has none. Where
+    there is no room for one, the index itself is walked. Raises: BadCatalog, OSError.
+    """
+    fresh = home.path / _FRESH_INDEX
+    if not _copied(home, files, fresh):
+        return look_through(home, files, home.index)
+    found = look_through(home, files, fresh)
+    if found.trouble:
+        remove_catalog(fresh)
+    else:
+        _replace_index(home, files, fresh)
+    return found
+
+
+def _copied(home: Home, files: Files, fresh: Path) -> bool:
+    """Copy the index. Returns whether there was room."""
+    remove_catalog(fresh)
     catalog = Catalog.open(home.index, home.id, files, map_bytes_for(0), create=False)
+    try:
+        catalog.copy(fresh)
+    except OSError as exc:
+        remove_catalog(fresh)
+        if not is_full(exc):
+            raise
+        return False
+    finally:
+        catalog.close()
+    return True
+
+
+def look_through(home: Home, files: Files, index: Path) -> Checked:
+    """Walk the whole of an index and compare it with the heads of the segments. Raises: BadCatalog, OSError."""
+    found = Checked()
+    catalog = Catalog.open(index, home.id, files, map_bytes_for(0), create=False)
     try:
         rows = catalog.segments()
         for number in home.segment_numbers(files):
@@ -158,7 +193,7 @@ class Rebuilt:
 def rebuild(home: Home, files: Files, progress: Callable[[int, int], None] = lambda done, total: None) -> Rebuilt:
     """Make a new index from the segments and put it in the old one's place. Raises: OSError."""
     found = Rebuilt()
-    new = home.path / (home.index.name + ".new")
+    new = home.path / _FRESH_INDEX
     remove_catalog(new)
     numbers = home.segment_numbers(files)
     headers = {number: _header_of(home, files, number) for number in numbers}
@@ -187,14 +222,18 @@ def rebuild(home: Home, files: Files, progress: Callable[[int, int], None] = lam
     finally:
         catalog.close()
         stones.close()
-    old = home.path / (home.index.name + ".old")
+    _replace_index(home, files, new)
+    return found
+
+
+def _replace_index(home: Home, files: Files, new: Path) -> None:
+    old = home.path / (INDEX_NAME + ".old")
     remove_catalog(old)
-    if home.index.name in files.names(home.path):
+    if INDEX_NAME in files.names(home.path):
         files.rename(home.index, old)
     files.rename(new, home.index)
     files.fsync_folder(home.path)
     remove_catalog(old)
-    return found
 
 
 def _header_of(home: Home, files: Files, number: int) -> SegmentHeader | None:
@@ -268,12 +307,12 @@ def check_timeout_s(path: Path) -> float:
 
 
 def in_child(verb: str, path: Path, *, timeout_s: float | None = None) -> dict[str, object]:
-    """Run `check` or `rebuild` on a locked directory in a process of its own. Raises: ChildFailed.
+    """Run `check`, `look` or `rebuild` on a locked directory in a process of its own. Raises: ChildFailed.
 
     A check that takes much longer than reading the index does is one that a damaged index holds; then a rebuild is due.
     """
     if timeout_s is None:
-        timeout_s = check_timeout_s(path) if verb == "check" else 3600.0
+        timeout_s = 3600.0 if verb == "rebuild" else check_timeout_s(path)
     command = [sys.executable, "-m", "forebay.tiers.ssd.recovery", verb, str(path)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
@@ -293,8 +332,8 @@ def main(verb: str, path: Path) -> None:
     files = Files()
     id_, segment_bytes = read_identity(path, files, host_id())
     home = Home(path, id_, segment_bytes, -1)
-    if verb == "check":
-        checked = check(home, files)
+    if verb in ("check", "look"):
+        checked = check(home, files) if verb == "check" else look_through(home, files, home.index)
         if checked.trouble:
             raise BadCatalog(checked.trouble)
         print(json.dumps(asdict(checked)))
