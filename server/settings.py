@@ -269,6 +269,12 @@ class Settings(BaseSettings):
     busy_poll_us: int = Field(
         default=100, ge=0, le=10_000, description="microseconds to look for a next request before sleeping; 0 never"
     )
+    nice: int = Field(
+        default=-15,
+        ge=-20,
+        le=0,
+        description="priority of the thread that serves engines, where it may be raised (CAP_SYS_NICE); 0 leaves it as it is",
+    )
     drain_s: Seconds = Field(default=10.0, description="longest wait for running work on SIGTERM")
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
         default="info", description="least severe event that is logged"

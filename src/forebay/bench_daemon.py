@@ -20,6 +20,7 @@ import uvloop
 
 from forebay.server import logs
 from forebay.server.daemon import Daemon
+from forebay.server.priority import go_first
 from forebay.server.settings import Settings
 from forebay.serving import spare_the_collector
 
@@ -61,6 +62,7 @@ async def _serve(settings: Settings) -> None:
     daemon = Daemon(settings)
     await daemon.start()
     spare_the_collector()
+    go_first(settings.nice)
     questions = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(questions), sys.stdin)
     print(json.dumps("ready"), flush=True)

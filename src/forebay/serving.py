@@ -16,6 +16,7 @@ import signal
 from forebay.server import logs
 from forebay.server.daemon import Daemon, DrainReport
 from forebay.server.notify import notify
+from forebay.server.priority import go_first
 from forebay.server.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ async def serve(settings: Settings) -> DrainReport:
     daemon = Daemon(settings)
     await daemon.start()
     spare_the_collector()
+    go_first(settings.nice)  # after the tiers have started their threads, which keep the usual priority
     notify(f"READY=1\nSTATUS=serving {settings.socket}")
     await stop.wait()
     notify(f"STOPPING=1\nSTATUS=draining, at most {settings.drain_s:g} s")
