@@ -15,6 +15,7 @@ import socket
 import ssl
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Final, Protocol, get_args
 
@@ -57,6 +58,8 @@ _LOADED: Final = msgspec.msgpack.Decoder(wire.Loaded)
 
 # Of a reply that payload follows: where that goes. Raises DaemonUnavailable for a reply that can't be true.
 Expects = Callable[[Any], Arriving]
+# Requests that take about as long as each other: of one verb, with frames of like size.
+Alike = tuple[type, int]
 # Of a request's id: the payload that follows it.
 Payload = Callable[[int], Views]
 
@@ -64,10 +67,15 @@ Payload = Callable[[int], Views]
 class Pending:
     """A request that was sent. With `expects` it has ended when the payload that follows its reply is here, too."""
 
-    __slots__ = ("abandoned", "arriving", "decoder", "descriptors", "done", "error", "expects", "future", "reply")
+    __slots__ = (
+        "abandoned", "alike", "arriving", "decoder", "descriptors", "done", "error", "expects", "future", "reply",
+    )  # fmt: skip
 
-    def __init__(self, decoder: msgspec.msgpack.Decoder[Any], expects: Expects | None = None) -> None:
+    def __init__(
+        self, decoder: msgspec.msgpack.Decoder[Any], expects: Expects | None = None, alike: Alike | None = None
+    ) -> None:
         self.decoder = decoder
+        self.alike = alike
         self.expects = expects
         self.arriving: Arriving | None = None
         self.reply: Any = None
@@ -108,9 +116,10 @@ class Replies:
     def register(self, request: Request[Any], expects: Expects | None = None) -> tuple[int, bytes, Pending]:
         """Its id, its frame, and what becomes of it."""
         self._last_id = self._last_id % 0xFFFFFFFF + 1
-        pending = Pending(_DECODERS[type(request)], expects)
+        frame = encode_frame(Kind.REQUEST, self._last_id, request)
+        pending = Pending(_DECODERS[type(request)], expects, (type(request), len(frame).bit_length()))
         self._pending[self._last_id] = pending
-        return self._last_id, encode_frame(Kind.REQUEST, self._last_id, request), pending
+        return self._last_id, frame, pending
 
     def payload_arrives(self, request_id: int, length: int) -> Sink:
         """Who takes a payload frame's body. Raises: ProtocolError: nobody."""
@@ -237,7 +246,7 @@ class BlockingTransport:
         self._process = OwnProcess()
         self._sock: Stream = connect(address, tls, timeout_s=timeout_s)
         self._descriptors = not isinstance(address, tuple)
-        self._looking = Looking()
+        self._lookings: defaultdict[Alike | None, Looking] = defaultdict(Looking)
         self._arrivals = select.poll()
         self._arrivals.register(self._sock.fileno(), select.POLLIN)
 
@@ -314,7 +323,7 @@ class BlockingTransport:
         try:
             while not pending.ended():
                 left_s = deadline_s - time.monotonic()
-                if left_s <= 0 or not self._read(left_s):
+                if left_s <= 0 or not self._read(left_s, self._lookings[pending.alike]):
                     return self._give_up(pending)
         finally:
             with turn:
@@ -329,9 +338,9 @@ class BlockingTransport:
                 return pending.result()
         raise DaemonTimeout("the daemon did not answer within the call's deadline; it may be overloaded or stopped")
 
-    def _read(self, timeout_s: float) -> bool:
+    def _read(self, timeout_s: float, looking: Looking) -> bool:
         """Receive once and file what is whole. False: nothing came in time."""
-        if not self._await_arrival(timeout_s):
+        if not self._await_arrival(timeout_s, looking):
             return False
         try:
             count = self._inbox.receive(self._sock, descriptors=self._descriptors)
@@ -353,20 +362,20 @@ class BlockingTransport:
             self._break()
         return True
 
-    def _await_arrival(self, timeout_s: float) -> bool:
+    def _await_arrival(self, timeout_s: float, looking: Looking) -> bool:
         """Look for a short while before sleeping: most answers come sooner than a sleeping core wakes.
 
         [M] in a virtual machine a round trip of two sleepers takes 64 us, of two that look 8 us. The GIL is free meanwhile.
         """
         if pending_bytes(self._sock):
             return True
-        if _LOOK_S and self._looking.worth_it():
+        if _LOOK_S and looking.worth_it():
             look_until_s = time.perf_counter() + min(_LOOK_S, timeout_s)
             while time.perf_counter() < look_until_s:
                 if self._arrivals.poll(0):
-                    self._looking.paid()
+                    looking.paid()
                     return True
-            self._looking.in_vain()
+            looking.in_vain()
         return bool(self._arrivals.poll(1e3 * timeout_s))
 
     def hung_up(self) -> bool:
