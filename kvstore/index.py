@@ -20,12 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from forebay.kvstore.errors import InvariantViolation
+from forebay.kvstore.pages import back_ahead
 from forebay.kvstore.wire import LOCATION_DTYPE
 
 RowArray = npt.NDArray[np.int64]
 ABSENT: Final = -1
 _WORTH_GUESSING: Final = 32  # keys that must follow their predecessor's row for a guess to have paid
 _MAX_LOOK_UPS: Final = 1024
+_AHEAD: Final = 1 << 16  # rows that get their memory together: 5.5 MB
 _MAX_DEPTH: Final = 16_384  # blocks: a run of a million tokens
 
 
@@ -145,14 +147,22 @@ class Table:
 class Index:
     """Rows of all tables of one tier."""
 
-    def __init__(self, max_rows: int, *, on_leaf: Callable[[int], None] = lambda row: None) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        *,
+        on_leaf: Callable[[int], None] = lambda row: None,
+        on_low: Callable[[], None] = lambda: None,
+    ) -> None:
         """
         Args:
             max_rows: capacity; memory is taken from the system only as rows are first used.
             on_leaf: called with a visible row that has just lost its last child.
+            on_low: called once when few rows are left that have memory: time for `back_ahead`.
         """
         self.max_rows = max_rows
-        self._on_leaf = on_leaf
+        self._on_leaf, self._on_low = on_leaf, on_low
+        self._low_at = 0  # high water at which `on_low` is called next
         self.rows = np.zeros(max_rows, ROW_DTYPE)
         self.locations = self.rows["location"]
         self.extent = self.locations["extent"]
@@ -196,7 +206,21 @@ class Index:
         fresh = count - reused
         rows[reused:] = np.arange(self.high_water, self.high_water + fresh)
         self.high_water += fresh
+        if self.high_water > self._low_at:
+            self._low_at = self.max_rows  # not again before `back_ahead` has ended
+            self._on_low()
         return rows
+
+    def back_ahead(self) -> None:
+        """Have memory behind the rows that are used next. For another thread: it takes milliseconds, mostly without the GIL.
+
+        [M] the first touch of a huge page of rows held a loop up for 5 ms.
+        """
+        start = self.high_water
+        stop = min(start + _AHEAD, self.max_rows)
+        for array in (self._words, self.key_words, self._free):
+            back_ahead(array.data, start * array.strides[0], stop * array.strides[0])
+        self._low_at = stop - _AHEAD // 2
 
     def _take_row(self) -> int:
         if self._free_top:

@@ -143,6 +143,7 @@ class Daemon:
             raise BadSettings(
                 [f"ram_bytes = {size}: not even its index fits into this machine's memory: lower it"]
             ) from exc
+        await asyncio.to_thread(self.ram.index.back_ahead)  # the first prompt shall not pay for it
         self._listener = UnixListener(settings.socket, mode=settings.socket_mode, accepted=self._accepted)
         try:
             self._listener.start()

@@ -187,8 +187,8 @@ class Evacuator:
     def _held(self, extent: Extent) -> Generator[None, None, int | None]:
         """How many objects must be waited for. None: something in it may stay for long (pinned or quarantined)."""
         index, held = self._tier.index, 0
-        for start in range(0, len(extent.rows), _SLOTS_A_STEP):
-            rows = extent.rows[start : start + _SLOTS_A_STEP]
+        for start in range(0, extent.slot_count, _SLOTS_A_STEP):
+            rows = extent.rows(start, start + _SLOTS_A_STEP)
             rows = rows[rows >= 0]
             states = index.state[rows]
             if index.pins[rows].any() or (states == State.DETACHED).any():
@@ -202,9 +202,9 @@ class Evacuator:
         index, extent, size_class = self._tier.index, drain.extent, drain.size_class
         domain = size_class.domain
         drain.fruitless += 1
-        for slot in np.flatnonzero(extent.rows >= 0).tolist():
+        for slot in np.flatnonzero(extent.rows() >= 0).tolist():
             while True:
-                row = extent.rows.item(slot)
+                row = extent.row(slot)
                 if row < 0 or index.refs.item(row) | index.pins.item(row):
                     break
                 if index.state.item(row) != State.VISIBLE:

@@ -172,7 +172,7 @@ class RamTier:
         self.capacity_bytes = self.pool.max_extents * extent_bytes
         slots = self.capacity_bytes // MIN_SLOT_BYTES
         # A ghost needs a child with a place, so there are never more ghosts than places.
-        self.index = Index(2 * slots + 1024, on_leaf=self._on_leaf)
+        self.index = Index(2 * slots + 1024, on_leaf=self._on_leaf, on_low=self._on_low)
         self.clock = Clock()
         self.counters = RamCounters()
         self.domains: dict[str, RamDomain] = {}
@@ -204,6 +204,13 @@ class RamTier:
     def _on_leaf(self, row: int) -> None:
         if self.index.evictable(row):
             self.class_of_table[self.index.table.item(row)].policy.unpark(row)
+
+    def _on_low(self) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return  # no loop is held up
+        loop.run_in_executor(None, self.index.back_ahead)
 
     def bytes_of(self, rows: RowArray) -> int:
         """Memory that rows' places take."""
@@ -262,10 +269,11 @@ class RamTier:
             for size_class in domain.classes.values():
                 for extent in size_class.extents:
                     extents += 1
-                    used = np.flatnonzero(extent.rows >= 0)
+                    held = extent.rows()
+                    used = np.flatnonzero(held >= 0)
                     if len(used) + extent.free_count != extent.slot_count:
                         raise InvariantViolation(f"extent {extent.number}: used and free slots don't add up")
-                    rows = extent.rows[used].astype(np.int64)
+                    rows = held[used].astype(np.int64)
                     if (
                         len(rows)
                         and (self.index.offset[rows] != used.astype(np.uint64) * np.uint64(extent.stride)).any()
@@ -554,7 +562,7 @@ class RamDomain:
             index.extent[rows[part]] = extent.number
             index.offset[rows[part]] = slots * size_class.stride
             index.board[rows[part]] = boards
-            extent.rows[slots] = rows[part]
+            extent.hold(slots, rows[part])
             self.board.generations[boards] = generations[part]
 
     def commit(self, table: Table, rows: RowArray, *, parts: int = 0, full_mask: int = _ALL_PARTS) -> int:

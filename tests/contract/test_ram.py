@@ -48,7 +48,8 @@ class RamMedium:
     def keys(self) -> Iterable[ObjectKey]:
         index = self._domain.tier.index
         for extent in self._domain.extents.values():
-            for row in extent.rows[extent.rows >= 0].tolist():
+            held = extent.rows()
+            for row in held[held >= 0].tolist():
                 if index.state.item(row) == State.VISIBLE:
                     table = index.tables[index.table.item(row)]
                     yield ObjectKey(table.namespace, index.key_of(row), table.group)

@@ -212,6 +212,30 @@ def test_a_recycled_row_remembers_nothing(book: Book) -> None:
         assert getattr(book.index, column).item(row) == 0, column
 
 
+def test_memory_for_further_rows_is_asked_for_once_and_before_they_are_used() -> None:
+    asked: list[int] = []
+    index = Index(1 << 18, on_low=lambda: asked.append(index.high_water))
+    index.back_ahead()
+    index.take_rows(1 << 15)
+    assert asked == []
+    index.take_rows(1)
+    index.take_rows(1000)
+    assert asked == [(1 << 15) + 1]
+    index.back_ahead()
+    index.take_rows(1 << 15)
+    assert len(asked) == 1
+    index.take_rows(1)
+    assert len(asked) == 2
+
+
+def test_asking_for_memory_leaves_rows_as_they_are(book: Book) -> None:
+    rows = book.store(1, 2, 3)
+    before = book.index.rows.tobytes()
+    book.index.back_ahead()
+    assert book.index.rows.tobytes() == before
+    assert book.table.find(keys(1, 2, 3)).tolist() == rows.tolist()
+
+
 @given(present=st.integers(0, 40), asked=st.integers(0, 40))
 def test_the_leading_run_of_a_prefix_is_found_by_bisection(present: int, asked: int) -> None:
     book = Book()
