@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -88,25 +89,30 @@ def copy_in(
     layout: ObjectLayout,
     places: npt.NDArray[np.void],
     payloads: Sequence[Buffer],
-) -> list[list[int]]:
-    """Copy payloads behind the headers of their places, [places] both. Returns the part checksums of each."""
-    size, ranges = layout.payload_bytes, layout.part_ranges
-    starts = (places["offset"].astype(np.int64) + layout.header_bytes).tolist()
-    numbers = places["extent"].tolist()
-    extents = memory.extents
+    headers: npt.NDArray[np.uint8],
+) -> None:
+    """Copy payloads and then headers, whose checksums are filled in, to their places, [places] each.
 
-    def copy(first: int, end: int) -> list[list[int]]:
-        checksums: list[list[int]] = []
-        for payload, number, start in zip(payloads[first:end], numbers[first:end], starts[first:end], strict=True):
+    A header goes in right after its payload: [M] 0.6 us so, and 2 us for one whose pages have left the caches.
+    """
+    size, head, ranges = layout.payload_bytes, layout.header_bytes, layout.part_ranges
+    offsets, numbers, extents = places["offset"].tolist(), places["extent"].tolist(), memory.extents
+    put_sums, sums_at = struct.Struct(f"<{len(ranges)}Q").pack_into, layout.checksums_offset
+    heads = headers.reshape(-1).data
+
+    def copy(first: int, end: int) -> None:
+        for i in range(first, end):
+            payload, at, extent = payloads[i], offsets[i], extents[numbers[i]]
             if size < _KEEP_GIL_BYTES:
-                extents[number].writable_memory[start : start + size] = _as_bytes(payload)
+                extent.writable_memory[at + head : at + head + size] = _as_bytes(payload)
             else:
                 source = payload if isinstance(payload, bytes) else address_of(payload)
-                ctypes.memmove(extents[number].write_address + start, source, size)
-            checksums.append([_digest(payload)] if len(ranges) == 1 else _parts(payload, ranges))
-        return checksums
+                ctypes.memmove(extent.write_address + at + head, source, size)
+            digests = [_digest(payload)] if len(ranges) == 1 else _parts(payload, ranges)
+            put_sums(heads, i * head + sums_at, *digests)
+            extent.writable_memory[at : at + head] = heads[i * head : i * head + head]
 
-    return [each for _, piece in threads.share(len(numbers), size, copy) for each in piece]
+    threads.share(len(numbers), size, copy)
 
 
 def copy_out(

@@ -36,8 +36,9 @@ T = TypeVar("T")
 _CHUNK_BYTES: Final = 32 << 20  # of objects in one allocate
 _FIRST_CHUNK_BYTES: Final = 1 << 20
 _WRITE_BYTES: Final = 8 << 20  # in one frame, where payloads travel by the socket
-# Objects in one allocate: so many the daemon answers at once, without giving others a turn, and in order.
-_CHUNK_OBJECTS: Final = 128
+# Objects in one allocate. A request wakes the daemon, which costs as much as copying some blocks of 64 KiB: [M] put of those
+# reached 0.60 of memmove with 128, 0.66 with 512.
+_CHUNK_OBJECTS: Final = 512
 _ASKED_AHEAD: Final = 3
 # Statuses of an allocate -> bytes of its commit: what was writable is written.
 _WRITTEN: Final = bytes(status == SlotStatus.WRITABLE for status in range(256))
@@ -300,8 +301,8 @@ class NamespaceCore(Keying):
                 else:
                     positions = np.array(writable, np.int64)
                     sources = [payloads[start + i] for i in writable]
-                    checksums = copy_in(self.core.copy_threads, life.memory, chunk.layout, places[positions], sources)
-                    chunk.write_headers(life.memory, places, writable, checksums)
+                    headers = chunk.headers()[positions]
+                    copy_in(self.core.copy_threads, life.memory, chunk.layout, places[positions], sources, headers)
                 commits.append(life.transport.start(wire.Commit(reply.allocation, written), deadline_s))
                 del unfinished[reply.allocation]
             stored = 0

@@ -137,6 +137,21 @@ class Run:
             created_ns=created_ns,
         )
 
+    def headers(self) -> npt.NDArray[np.uint8]:
+        """Headers of all blocks but for their checksums, [keys, header_bytes]."""
+        rows = np.empty((len(self.keys), self.layout.header_bytes), np.uint8)
+        self.layout.write_headers(
+            rows,
+            keys=self.keys,
+            parent=self.parent,
+            namespace=self.namespace,
+            position=self.start_block * self.layout.block_tokens,
+            token_ids=np.frombuffer(self.tokens, "<u4"),
+            checksums=np.zeros((len(self.keys), len(self.layout.part_bytes)), np.uint64),
+            created_ns=time.time_ns(),
+        )
+        return rows
+
     def write_headers(
         self,
         memory: SharedMemory,
