@@ -17,7 +17,7 @@ from forebay.kvstore.tier import Buffer
 _MADV_POPULATE_READ: Final = 22  # Linux 5.14
 _MADV_POPULATE_WRITE: Final = 23
 _PAGE_BYTES: Final = mmap.PAGESIZE
-_STEP_BYTES: Final = 1 << 20
+_STEP_BYTES: Final = 512 << 10
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -20,10 +21,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from forebay.kvstore.pages import back_with_memory
+from forebay.kvstore.pages import populate
 
 _F_SEAL_FUTURE_WRITE: Final = 0x10
-_STEP_BYTES: Final = 4 << 20  # so that a stop is near
+_STEP_BYTES: Final = 1 << 20  # so that a stop is near
+_ZEROS: Final = memoryview(bytes(_STEP_BYTES))
 MIN_SLOT_BYTES: Final = 512
 
 
@@ -107,8 +109,9 @@ class Extent:
     def fault_in(self, stop: Callable[[], bool] = lambda: False) -> bool:
         """Give the extent its pages, in steps. Runs in a thread, without the GIL. Returns False on stop.
 
-        First posix_fallocate, which refuses with an error what a fault would answer with SIGBUS; then the pages' memory,
-        which a virtual machine may have to get from its host ([M] 0.3 GB/s there, 4.4 GB/s for posix_fallocate alone).
+        By writing zeros through the descriptor: a write is refused with an error where a fault would be answered with SIGBUS,
+        and unlike a fault it doesn't keep the process from mapping and unmapping other memory meanwhile ([M] 64 MiB take
+        20 ms either way, and where a virtual machine must get them from its host 200 ms).
 
         Raises: OSError (ENOSPC, ENOMEM) when the machine has no more memory for it.
         """
@@ -119,8 +122,9 @@ class Extent:
             if stop():
                 return False
             size = min(_STEP_BYTES, self.size_bytes - start)
-            os.posix_fallocate(self.fd, start, size)
-            back_with_memory(self.address + start, size)
+            if os.pwrite(self.fd, _ZEROS[:size], start) != size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            populate(self.address + start, size)
         return True
 
     def fd_to_read(self) -> int:

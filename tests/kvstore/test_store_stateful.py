@@ -345,7 +345,9 @@ def test_the_machine_fails_on_a_tier_that_breaks_its_word(broken: dict[str, type
     machine = type("BrokenMachine", (StoreMachine,), broken)
     # Finding it is enough; making it small takes long and helps nobody here.
     found = settings(short(1000), phases=(Phase.generate,), print_blob=False, database=None)
-    with pytest.raises(AssertionError, match=r"came back|not found|wrong bytes|never stored|given back|unknown objects"):
+    with pytest.raises(
+        AssertionError, match=r"came back|not found|wrong bytes|never stored|given back|unknown objects"
+    ):
         run_state_machine_as_test(machine, settings=found)
 
 

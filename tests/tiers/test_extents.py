@@ -140,13 +140,15 @@ async def test_a_pool_leaves_the_machine_its_reserve(pools: Callable[..., Extent
     assert pool.take(grow=True) is not None and pool.take(grow=True) is None
 
 
-async def test_a_machine_without_memory_is_counted_and_no_error(
-    pools: Callable[..., ExtentPool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(fd: int, start: int, size: int) -> None:
-        raise OSError(28, "No space left on device")
+def _full(fd: int, data: memoryview, at: int) -> int:
+    raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(extents.os, "posix_fallocate", refuse)
+
+@pytest.mark.parametrize("refuse", [_full, lambda fd, data, at: len(data) - 1], ids=["refused", "short"])
+async def test_a_machine_without_memory_is_counted_and_no_error(
+    pools: Callable[..., ExtentPool], monkeypatch: pytest.MonkeyPatch, refuse: Callable[[int, memoryview, int], int]
+) -> None:
+    monkeypatch.setattr(extents.os, "pwrite", refuse)
     pool = pools(3)
     await pool.grow(1)
     assert pool.take(grow=True) is None
@@ -162,12 +164,13 @@ async def test_a_growth_left_halfway_closes_its_extent_only_when_its_thread_has_
     begun, go_on = threading.Event(), threading.Event()
     descriptors: list[int] = []
 
-    def wait(fd: int, start: int, size: int) -> None:
+    def wait(fd: int, data: memoryview, at: int) -> int:
         descriptors.append(fd)
         begun.set()
         go_on.wait(10)
+        return len(data)
 
-    monkeypatch.setattr(extents.os, "posix_fallocate", wait)
+    monkeypatch.setattr(extents.os, "pwrite", wait)
     pool = pools(3)
     growing = asyncio.create_task(pool.grow(1))
     await asyncio.to_thread(begun.wait, 10)
