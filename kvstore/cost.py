@@ -96,6 +96,7 @@ class PrefillFitter:
     FORGETTING = 0.995  # half of an observation's weight is gone after ~140 later ones
     FORGETTING_ADRIFT = 0.9  # ... after ~7 later ones
     PRIOR_VARIANCE = 25.0  # a prior that is wrong by a factor of five is within 1 sigma
+    LEAST_VARIANCE = 1e-30  # what rounding may leave of a term that is known for certain
     NOISE_VARIANCE = 0.03**2  # relative error of one timing on a quiet machine
     FLOOR_S = 1e-3  # below this, a timing's error is absolute (timers, scheduling), not relative
     WINDOW = 32  # residuals that the outlier scale is taken from
@@ -132,11 +133,13 @@ class PrefillFitter:
         p = self._covariance / forgetting
         gain = p @ x / (self.NOISE_VARIANCE + float(x @ p @ x))
         self._multiple = self._multiple + gain * step
-        p = p - np.outer(gain, x @ p)
-        p = (p + p.T) / 2  # rounding must not let it lose its symmetry over millions of updates
+        # In Joseph's form, which rounding can't make negative: (I - g x') P (I - g x')' + g R g'.
+        left = np.eye(4) - np.outer(gain, x)
+        p = left @ p @ left.T + self.NOISE_VARIANCE * np.outer(gain, gain)
+        p = (p + p.T) / 2  # nor may it lose its symmetry over millions of updates
         # Forgetting without new evidence must not inflate what is unknown: no parameter gets vaguer than the prior.
         # Parameter by parameter: a cap on the trace would let an idle term take the others' variance away.
-        shrink = np.sqrt(np.minimum(1.0, self.PRIOR_VARIANCE / np.diag(p)))
+        shrink = np.sqrt(np.minimum(1.0, self.PRIOR_VARIANCE / np.maximum(np.diag(p), self.LEAST_VARIANCE)))
         self._covariance = p * np.outer(shrink, shrink)
         self._project()
         self.observations += 1
@@ -159,6 +162,6 @@ class PrefillFitter:
             if self._multiple[worst] >= 0:
                 return
             column = self._covariance[:, worst]
-            self._multiple = self._multiple - column * (self._multiple[worst] / column[worst])
+            self._multiple = self._multiple - column * (self._multiple[worst] / max(column[worst], self.LEAST_VARIANCE))
             self._multiple[worst] = 0.0
         np.maximum(self._multiple, 0.0, out=self._multiple)
