@@ -21,7 +21,10 @@ from forebay.kvstore.pages import populate
 from forebay.kvstore.wire import LOCATION_DTYPE
 
 Words = npt.NDArray[np.uint64]
-_IDENTITY_WORDS: Final = np.array([2, 3, 6, 7])  # of a header: key in bytes 16..31, namespace in 48..63
+_LINE_WORDS: Final = 8
+# Of a header's first line, which is where every object begins.
+_KEY_WORDS: Final = slice(2, 4)
+_NAMESPACE_WORDS: Final = slice(6, 8)
 
 
 class MappedExtent:
@@ -140,6 +143,17 @@ class SharedMemory:
             out[positions] = extent.words.take(first[positions][:, None] + words)
         return out
 
+    def _first_lines(self, places: npt.NDArray[np.void]) -> Words:
+        """The first 64 bytes of every object, [places, 8]."""
+        first = places["offset"].astype(np.int64) // (8 * _LINE_WORDS)
+        distinct = distinct_extents(places)
+        if len(distinct) == 1:
+            return self.extents[distinct[0]].words.reshape(-1, _LINE_WORDS).take(first, axis=0)
+        out = np.empty((len(places), _LINE_WORDS), np.uint64)
+        for extent, positions in self.by_extent(places):
+            out[positions] = extent.words.reshape(-1, _LINE_WORDS).take(first[positions], axis=0)
+        return out
+
     def current(self, places: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         """Whether each place still holds what it held when it was given out. Ask after the copy."""
         current: npt.NDArray[np.bool_] = self.generations[places["board"]] == places["generation"]
@@ -156,11 +170,11 @@ class SharedMemory:
         """How many leading objects are what was asked for: key, namespace, tokens (if given) and generation."""
         if not len(places):
             return 0
-        head = self.gather(places, _IDENTITY_WORDS)
-        wanted = np.empty_like(head)
-        wanted[:, :2] = np.frombuffer(keys, np.uint64).reshape(-1, 2)[: len(places)]
-        wanted[:, 2:] = np.frombuffer(namespace, np.uint64)
-        same = [head == wanted]
+        lines = self._first_lines(places)
+        same = [
+            lines[:, _KEY_WORDS] == np.frombuffer(keys, np.uint64).reshape(-1, 2)[: len(places)],
+            lines[:, _NAMESPACE_WORDS] == np.frombuffer(namespace, np.uint64),
+        ]
         if token_words is not None:
             count = (layout.block_tokens + 1) // 2
             where = layout.tokens_offset // 8 + np.arange(count)

@@ -396,6 +396,8 @@ class ClientCore:
     def map_extents(self, life: Life, places: npt.NDArray[np.void], deadline_s: float) -> Op[int]:
         """Get the extents that places lie in. Returns for how many leading places: one may be retired meanwhile."""
         unknown = life.memory.unknown(places)
+        if not unknown:
+            return len(places)
         while unknown:
             pending = life.transport.start(wire.MapExtents(unknown[:64]), deadline_s)
             reply: wire.MapReply = yield Sent(life.transport, pending, deadline_s)
