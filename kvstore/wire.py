@@ -492,7 +492,28 @@ def decode_error(body: bytes | bytearray | memoryview) -> ProtocolError:
 
 
 def split_keys(keys: bytes) -> list[bytes]:
-    """The 16-byte keys of a flat string. [M] 25 ns a key this way, 185 ns by slicing."""
+    """The 16-byte keys of a flat string. [M] 25 ns a key this way, 185 ns by slicing. Raises: MalformedFrame."""
+    count_keys(keys)
+    return np.frombuffer(keys, KEY_DTYPE).tolist()  # type: ignore[no-any-return]
+
+
+def count_keys(keys: bytes) -> int:
+    """How many keys a flat string holds. Raises: MalformedFrame."""
     if len(keys) % 16:
         raise MalformedFrame(f"keys are {len(keys)} bytes, not a multiple of 16: each key has 16 bytes")
-    return np.frombuffer(keys, KEY_DTYPE).tolist()  # type: ignore[no-any-return]
+    return len(keys) // 16
+
+
+class FlatKeys:
+    """Keys side by side, for whoever looks at few of them. Raises: MalformedFrame."""
+
+    __slots__ = ("_count", "_keys")
+
+    def __init__(self, keys: bytes) -> None:
+        self._keys, self._count = keys, count_keys(keys)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, position: int) -> bytes:
+        return self._keys[16 * position : 16 * position + 16]

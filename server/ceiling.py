@@ -12,9 +12,9 @@ from typing import Final
 
 import numpy as np
 
-_ONE_IN: Final = 64  # a power of two of at most 256
+_ONE_IN: Final = 256  # a power of two of at most 256; [M] 1 us a sampled key, on the event loop
 _MASK: Final = _ONE_IN - 1
-_REMEMBERED: Final = 65_536  # sampled keys: about four million blocks
+_REMEMBERED: Final = 65_536  # sampled keys: about 16 million blocks
 
 
 class Ceiling:

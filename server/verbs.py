@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("forebay.verbs")
 
-# Keys handled before the loop gets its turn: at most half a millisecond, where every key costs a look-up of its own.
+# Keys looked up before the loop gets its turn: at most half a millisecond, where every key costs a look-up of its own.
 CHUNK: Final = 1024
 ALLOCATE_CHUNK: Final = 128  # an object that must evict another costs about 5 us
 WRITE_THROUGH_S: Final = 2.0  # a slow tier must not hold a writer for longer
@@ -78,6 +78,7 @@ class SessionVerbs:
         self._daemon = daemon
         self._connection = connection
         self._session: Session | None = None
+        self._allocating = asyncio.Lock()
         self._methods: dict[type, Callable[[Any], Answer | Coroutine[Any, Any, Answer]]] = {
             wire.Settle: self._settle,
             wire.Open: self._open,
@@ -251,12 +252,11 @@ class SessionVerbs:
 
     def _match(self, request: wire.Match) -> Answer | Coroutine[Any, Any, Answer]:
         namespace, table = self._resolve(request.handle, request.group)
-        keys = wire.split_keys(request.keys)
-        in_ram = table.leading_run(keys)
-        if in_ram == len(keys) or not self._daemon.lower:
+        in_ram = table.leading_run(wire.FlatKeys(request.keys))
+        if in_ram == wire.count_keys(request.keys) or not self._daemon.lower:
             self._daemon.ceiling.asked_for(request.keys, in_ram)
             return wire.MatchReply([(self.session.domain.name, in_ram)] if in_ram else [], self._daemon.estimates())
-        return self._match_below(namespace, request.group, keys)
+        return self._match_below(namespace, request.group, wire.split_keys(request.keys))
 
     async def _match_below(self, namespace: Namespace, group: int, keys: list[bytes]) -> Answer:
         runs = await self._daemon.store_of(self.session.domain).match(
@@ -271,31 +271,29 @@ class SessionVerbs:
             raise BadRequest("a lease has at least one share")
         if self._daemon.draining:
             raise Draining("the daemon is shutting down: compute instead of loading")
-        keys = wire.split_keys(request.keys)
+        count = wire.count_keys(request.keys)
         session = self.session
         self._check_quarantine()
         limit = self._daemon.settings.max_leased_blocks_per_session
-        if session.leased_blocks + len(keys) > limit:
+        if session.leased_blocks + count > limit:
             raise OverLimit(f"leases of this session would pass {limit} blocks: release some")
-        if len(keys) > CHUNK:
-            return self._acquire_long(request, namespace, table, keys)
-        rows = session.domain.find_leading(table, keys)
-        if len(rows) < len(keys) and request.wait_ms and self._daemon.lower:
-            return self._acquire_long(request, namespace, table, keys)
+        if count > CHUNK:
+            return self._acquire_long(request, namespace, table, count)
+        rows = session.domain.find_leading(table, wire.split_keys(request.keys))
+        if len(rows) < count and request.wait_ms and self._daemon.lower:
+            return self._acquire_long(request, namespace, table, count)
         _check_distinct(rows)
         session.domain.lease(rows)
         return self._leased(table, rows, request.shares, [])
 
     def _acquire_long(
-        self, request: wire.Acquire, namespace: Namespace, table: Table, keys: list[bytes]
+        self, request: wire.Acquire, namespace: Namespace, table: Table, count: int
     ) -> Coroutine[Any, Any, Answer]:
         # The blocks count from now on, so that requests running side by side can't pass the limit together.
-        self.session.leased_blocks += len(keys)
-        return self._acquire_by_chunks(request, namespace, table, keys)
+        self.session.leased_blocks += count
+        return self._acquire_by_chunks(request, namespace, table, count)
 
-    async def _acquire_by_chunks(
-        self, request: wire.Acquire, namespace: Namespace, table: Table, keys: list[bytes]
-    ) -> Answer:
+    async def _acquire_by_chunks(self, request: wire.Acquire, namespace: Namespace, table: Table, count: int) -> Answer:
         domain, tenant = self.session.domain, self.session.principal.tenant
         held: list[RowArray] = []
         loaded: list[tuple[str, int]] = []
@@ -304,19 +302,19 @@ class SessionVerbs:
             done = 0
             if self._daemon.rounds.contended:
                 await self._daemon.rounds.turn(tenant)
-            while done < len(keys):
-                rows = domain.find_leading(table, keys[done : done + CHUNK])
+            while done < count:
+                rows, missing = domain.find_some_leading(table, request.keys, done, CHUNK)
                 domain.lease(rows)
                 held.append(rows)
                 done += len(rows)
-                if done == len(keys) or len(rows) == CHUNK:
+                if not missing:
                     await self._daemon.rounds.turn(tenant)
                     continue
                 left_s = deadline_s - time.monotonic()
                 if not self._daemon.lower or left_s <= 0:
                     break
                 store = self._daemon.store_of(domain)
-                below = keys[done:]
+                below = wire.split_keys(request.keys[KEY_BYTES * done :])
                 sources = store.leading_run(namespace.id, request.group, below)
                 arrived = await store.load(namespace.id, request.group, below, table.object_bytes, left_s)
                 if not arrived:
@@ -334,7 +332,7 @@ class SessionVerbs:
                 domain.unlease(rows)
             raise
         finally:
-            self.session.leased_blocks -= len(keys)
+            self.session.leased_blocks -= count
         return self._leased(table, rows, request.shares, loaded)
 
     def _leased(self, table: Table, rows: RowArray, shares: int, loaded: list[tuple[str, int]]) -> Answer:
@@ -410,7 +408,7 @@ class SessionVerbs:
         # The bytes count from now on, so that requests running side by side can't pass the limit together.
         session.uncommitted_bytes += need
         domain = session.domain
-        if len(keys) <= ALLOCATE_CHUNK and domain.ready_for(table, len(keys)):
+        if len(keys) <= ALLOCATE_CHUNK and domain.ready_for(table, len(keys)) and not self._allocating.locked():
             return self._allocate_chunk(request, namespace, table, keys, parent, need)
         return self._allocate_long(request, namespace, table, keys, parent, need)
 
@@ -437,16 +435,18 @@ class SessionVerbs:
         try:
             if len(set(keys)) != len(keys):
                 raise BadRequest("a key stands twice in one allocate: give each object once")
-            await domain.make_room(table, len(keys))
-            if self._daemon.rounds.contended:
-                await self._daemon.rounds.turn(tenant)
-            for start in range(0, len(keys), ALLOCATE_CHUNK):
-                chunk = keys[start : start + ALLOCATE_CHUNK]
-                got = domain.allocate(table, chunk, above, parts=request.parts, full_mask=full_mask)
-                statuses.append(got.statuses)
-                granted.append(got.rows)
-                above = chunk[-1]
-                await self._daemon.rounds.turn(tenant)
+            # One after the other: parts of a run that took turns would lie scattered, each in want of its parent.
+            async with self._allocating:
+                await domain.make_room(table, len(keys))
+                if self._daemon.rounds.contended:
+                    await self._daemon.rounds.turn(tenant)
+                for start in range(0, len(keys), ALLOCATE_CHUNK):
+                    chunk = keys[start : start + ALLOCATE_CHUNK]
+                    got = domain.allocate(table, chunk, above, parts=request.parts, full_mask=full_mask)
+                    statuses.append(got.statuses)
+                    granted.append(got.rows)
+                    above = chunk[-1]
+                    await self._daemon.rounds.turn(tenant)
         except BaseException:
             for rows in granted:
                 for row in rows[rows >= 0].tolist():

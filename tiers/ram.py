@@ -49,6 +49,11 @@ _FRUITLESS_LOOKS: Final = 16  # then eviction gives up for this call: what it pa
 np.unique(np.zeros(1, np.int64))  # its first call imports numpy.ma: 18 ms that no event loop should pay
 
 
+def _until_absent(rows: RowArray) -> tuple[RowArray, bool]:
+    missing = rows < 0
+    return (rows[: int(missing.argmax())], True) if missing.any() else (rows, False)
+
+
 def stride_of(object_bytes: int) -> int:
     """Bytes between slots: whole pages for large objects (direct I/O, DMA), 64-byte lines for small ones."""
     unit = _PAGE if object_bytes >= _LARGE_OBJECT else 64
@@ -664,9 +669,14 @@ class RamDomain:
 
     def find_leading(self, table: Table, keys: Sequence[bytes]) -> RowArray:
         """Rows of the leading visible run."""
-        rows = table.find(keys)
-        missing = rows < 0
-        return rows[: int(missing.argmax())] if missing.any() else rows
+        return _until_absent(table.find(keys))[0]
+
+    def find_some_leading(self, table: Table, keys: bytes, start: int, effort: int) -> tuple[RowArray, bool]:
+        """The same for keys side by side from the `start`-th on, and no more than `effort` (see `Table.find_part`) allows.
+
+        Returns: the rows, and whether the run ends there because a key is not here.
+        """
+        return _until_absent(table.find_part(keys, start, effort))
 
     def lease(self, rows: RowArray) -> None:
         """Keep rows from eviction and reuse until `unlease` with the same rows."""

@@ -72,7 +72,7 @@ def test_blocks_that_were_hit_do_not_count_as_stored_in_vain(running: DaemonProc
 
 def test_the_ceiling_counts_what_an_infinite_cache_would_have_hit() -> None:
     ceiling = Ceiling(remembered=8)
-    sampled = [bytes([number]) * 15 + b"\x40" for number in range(4)]
+    sampled = [bytes([number]) * 15 + b"\0" for number in range(4)]
     ignored = [bytes([number]) * 15 + b"\x41" for number in range(4)]
     ceiling.asked_for(b"".join(sampled + ignored), 0)
     assert (ceiling.asked, ceiling.hit, ceiling.possible) == (4, 0, 0)
