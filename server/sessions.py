@@ -63,7 +63,7 @@ class Allocation:
     size_bytes: int
     deadline_s: float
     purged: bool = False  # since it was made, a purge came over its namespace: it is not shown
-    filling: bool = False  # its payload is on its way from the network
+    filling: bool = False  # its payload is on its way from the network, or it is being committed
 
 
 @dataclass

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from forebay.kvstore import wire
 from forebay.kvstore.errors import (
@@ -506,7 +507,7 @@ class SessionVerbs:
         if allocation is None:
             raise UnknownHandle(f"no allocation {number} in this session (committed, aborted, or never made)")
         if allocation.filling:
-            raise BadRequest(f"the payload of allocation {number} is on its way")
+            raise BadRequest(f"allocation {number} is being filled or committed")
         return allocation
 
     def _write(self, request: wire.Write) -> Answer:
@@ -531,18 +532,38 @@ class SessionVerbs:
         granted = allocation.rows >= 0
         if (written & ~granted).any():
             raise BadRequest("commit names an object that this session was not given to write")
+        if len(written) > ALLOCATE_CHUNK:
+            allocation.filling = True  # here, for the session's next request may come before the first step
+            return self._commit_long(allocation, written)
+        shown = self._commit_chunk(allocation, written, 0)
+        return self._committed(allocation, written, shown)
+
+    async def _commit_long(self, allocation: Allocation, written: npt.NDArray[np.bool_]) -> Answer:
+        """What is committed leaves the allocation at once, so that a session that ends meanwhile gives back just the rest."""
+        shown = 0
+        for start in range(0, len(written), ALLOCATE_CHUNK):
+            shown += self._commit_chunk(allocation, written[start : start + ALLOCATE_CHUNK], start)
+            await self._daemon.rounds.turn(self.session.principal.tenant)
+        outcome = self._committed(allocation, written, shown)
+        return await outcome if asyncio.iscoroutine(outcome) else outcome
+
+    def _commit_chunk(self, allocation: Allocation, written: npt.NDArray[np.bool_], start: int) -> int:
+        """Show some of an allocation's objects and abort the others. Returns how many are visible now."""
+        rows = allocation.rows[start : start + len(written)]
+        shows = written & (not allocation.purged)
+        shown = self._show(allocation, start + np.flatnonzero(shows))
+        for row in rows[(rows >= 0) & ~shows].tolist():
+            self._abort_row(allocation, row)
+        rows[:] = ABSENT
+        return shown
+
+    def _committed(
+        self, allocation: Allocation, written: npt.NDArray[np.bool_], shown: int
+    ) -> Answer | Coroutine[Any, Any, Answer]:
         del self.session.allocations[allocation.number]
         self.session.uncommitted_bytes -= allocation.size_bytes
-        for row in allocation.rows[granted & ~written].tolist():
-            self._abort_row(allocation, row)
-        if allocation.purged:
-            for row in allocation.rows[written].tolist():
-                self._abort_row(allocation, row)
-            return wire.Done(0)
-        positions = np.flatnonzero(written)
-        shown = self._show(allocation, positions)
         if shown and self._daemon.lower and self._daemon.settings.write_policy == "write_through":
-            return self._write_through(allocation, positions, shown)
+            return self._write_through(allocation, np.flatnonzero(written), shown)
         return wire.Done(shown)
 
     async def _write_through(self, allocation: Allocation, positions: RowArray, shown: int) -> Answer:

@@ -24,7 +24,9 @@ import numpy.typing as npt
 from forebay.kvstore.pages import populate
 
 _F_SEAL_FUTURE_WRITE: Final = 0x10
-_STEP_BYTES: Final = 1 << 20  # so that a stop is near
+# So that a stop is near, and not smaller: between steps the thread wants the interpreter, and on a machine whose cores are all
+# at work the event loop may then wait for milliseconds until it gets it back.
+_STEP_BYTES: Final = 8 << 20
 _ZEROS: Final = memoryview(bytes(_STEP_BYTES))
 MIN_SLOT_BYTES: Final = 512
 
@@ -124,7 +126,7 @@ class Extent:
             size = min(_STEP_BYTES, self.size_bytes - start)
             if os.pwrite(self.fd, _ZEROS[:size], start) != size:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            populate(self.address + start, size)
+        populate(self.address, self.size_bytes)
         return True
 
     def fd_to_read(self) -> int:

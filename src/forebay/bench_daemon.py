@@ -22,7 +22,7 @@ from forebay.server import logs
 from forebay.server.daemon import Daemon
 from forebay.server.priority import go_first
 from forebay.server.settings import Settings
-from forebay.serving import spare_the_collector
+from forebay.serving import keep_the_heap, spare_the_collector
 
 
 def _private_bytes() -> int:
@@ -79,6 +79,7 @@ async def _serve(settings: Settings) -> None:
 
 
 def main() -> None:
+    keep_the_heap()
     uvloop.run(_serve(Settings.load(None, **json.loads(sys.argv[1]))))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -96,6 +98,7 @@ def test_a_peer_that_reads_no_descriptors_has_few_on_their_way(daemon: DaemonPro
             deaf.send(wire.MapExtents(extents))
         other.hello()
         assert other.call(wire.MapExtents(extents)).extents == extents
+        assert select.select([deaf.sock], [], [], 10)[0]
         deaf.sock.setblocking(False)
         arrived = 0
         with pytest.raises(BlockingIOError):
@@ -178,3 +181,22 @@ def test_leases_asked_for_side_by_side_keep_to_the_limit_together(tmp_path: Path
         again = session.call(wire.Acquire(handle, 0, keys))
         session.call(wire.Release(again.lease))
         daemon.at_base(others=1)
+
+
+def test_a_session_that_ends_in_the_middle_of_a_long_commit_leaves_nothing_held(daemon: DaemonProcess) -> None:
+    ended: list[bytes] = []
+    for number in range(8):
+        keys = np.random.default_rng(100 + number).bytes(16 * 600)
+        with RawSession(daemon.socket) as session:
+            ended.append(session.hello(previous=ended).session)
+            handle = session.open(facts_of()).handle
+            made = session.call(wire.Allocate(handle, 0, keys))
+            session.send(wire.Commit(made.allocation, b"\1" * 300 + b"\0" * 300))
+            if number % 2:
+                session.send(wire.Abort(made.allocation))  # it is being committed: refused, or too late
+                frames = sorted(frame for frame in (session.receive(), session.receive()) if frame is not None)
+                assert [kind for kind, _, _ in frames] == [Kind.REPLY, Kind.ERROR]
+                assert msgspec.msgpack.decode(frames[0][2], type=wire.Done).count == 300
+    with RawSession(daemon.socket) as session:
+        session.hello(previous=ended)
+    daemon.at_base()
