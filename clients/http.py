@@ -244,6 +244,8 @@ class HttpNamespace(Keying):
 
     def match(self, keys: Sequence[bytes], group: int = 0, *, timeout_s: float | None = None) -> Match:
         """The leading run that any tier holds. May count past a block deleted or damaged in its middle."""
+        if not keys:
+            return Match(0, (), {})
         said = self._ask("match", _keyed(keys, group), timeout_s)
         runs = tuple(TierRun(str(tier), int(blocks)) for tier, blocks in said["runs"])
         estimates = {str(name): TierEstimate(*values) for name, values in said["estimates"].items()}
@@ -251,10 +253,12 @@ class HttpNamespace(Keying):
 
     def delete(self, keys: Sequence[bytes], group: int = 0, *, timeout_s: float | None = None) -> int:
         """Delete blocks on all tiers. Returns how many were found."""
-        return int(self._ask("delete", _keyed(keys, group), timeout_s)["deleted"])
+        return int(self._ask("delete", _keyed(keys, group), timeout_s)["deleted"]) if keys else 0
 
     def explain(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """For each of at most 1,024 keys: which tiers hold the block, or why none does."""
+        if not keys:
+            return []
         path = f"/v1/explain?namespace={self.id.hex()}&keys={','.join(key.hex() for key in keys)}"
         found: list[dict[str, Any]] = self.client.ask("GET", path, timeout_s=timeout_s)["objects"]
         return found

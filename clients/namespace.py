@@ -40,6 +40,7 @@ _WRITE_BYTES: Final = 8 << 20  # in one frame, where payloads travel by the sock
 # reached 0.60 of memmove with 128, 0.66 with 512.
 _CHUNK_OBJECTS: Final = 512
 _ASKED_AHEAD: Final = 3
+_LONGEST_S: Final = 1_000_000_000
 # Statuses of an allocate -> bytes of its commit: what was writable is written.
 _WRITTEN: Final = bytes(status == SlotStatus.WRITABLE for status in range(256))
 
@@ -400,9 +401,9 @@ def _words_of(token_ids: TokenIds | None, count: int, layout: ObjectLayout) -> n
 
 
 def _milliseconds(seconds: float) -> int:
-    """Raises: ValueError: no time at all, or less."""
-    if not seconds > 0:
-        raise ValueError(f"a time is more than 0 seconds, not {seconds}")
+    """Raises: ValueError: no time at all, or less, or more than some thirty years."""
+    if not 0 < seconds <= _LONGEST_S:
+        raise ValueError(f"a time is more than 0 and at most {_LONGEST_S:,} seconds, not {seconds}")
     return max(1, round(1000 * seconds))
 
 

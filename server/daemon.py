@@ -199,7 +199,7 @@ class Daemon:
                 certificate=settings.tcp_tls_cert,
                 key=settings.tcp_tls_key,
                 handshake_s=settings.tcp_handshake_s,
-                may_accept=self._has_room,
+                may_accept=self._has_room_for_strangers,
                 accepted=self._accepted_from_network,
             )
         except OSError as exc:
@@ -211,13 +211,18 @@ class Daemon:
         listener.start()
         return listener
 
-    def _has_room(self, others: int = 0) -> bool:
-        """Whether more sockets than sessions could ever be are open already: not even a hello is read then."""
-        return len(self._connections) + others < 2 * self.settings.max_sessions
+    def _strangers(self) -> int:
+        """Peers from the network that have not said who they are."""
+        return sum(connection.peer.remote and not connection.known for connection in self._connections)
+
+    def _has_room_for_strangers(self, shaking_hands: int) -> bool:
+        """They have a bound of their own: whoever connects and says nothing shuts out others like it, and no session."""
+        return self._strangers() + shaking_hands < max(16, self.settings.max_sessions // 4)
 
     def _accepted(self, sock: socket.socket) -> None:
         connection = Connection(sock, max_frame_bytes=self.settings.max_frame_bytes, rounds=self.rounds)
-        if not self._has_room():
+        # More sockets than sessions could ever be: not even a hello is read.
+        if len(self._connections) - self._strangers() >= 2 * self.settings.max_sessions:
             connection.close()
             return
         self._begin(connection)

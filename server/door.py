@@ -100,7 +100,8 @@ class Connection(FrameSocket):
             self.peer = Peer(0, 0, 0, remote=True)
         else:
             self.peer = Peer(*struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)))
-        self._rounds, self._owner = rounds, ""  # nobody's, until it is introduced
+        self.known = False  # whether the peer has introduced itself
+        self._rounds, self._owner = rounds, ""  # nobody's until then
         rounds.join(self._owner)
 
     def open_pidfd(self) -> int | None:
@@ -131,6 +132,7 @@ class Connection(FrameSocket):
 
     def introduced(self, tenant: str) -> None:
         """From now on the peer is known, and its frames take its tenant's turns."""
+        self.known = True
         if self._late is not None:
             self._late.cancel()
         self._rounds.leave(self._owner)

@@ -252,7 +252,7 @@ class Settings(BaseSettings):
         default=(), description="with credentials: rights of Unix sessions without a token, as tenant default"
     )
     max_sessions: int = Field(default=256, ge=1, description="sessions open at the same time")
-    max_frame_bytes: Bytes = Field(default=64 * MIB, le=1 << 31, description="longest request frame")
+    max_frame_bytes: Bytes = Field(default=64 * MIB, ge=64 * KIB, le=1 << 31, description="longest request frame")
     max_uncommitted_bytes_per_session: Bytes = Field(
         default=1 * GIB, description="memory a session may hold allocated and not yet committed"
     )

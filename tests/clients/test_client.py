@@ -161,6 +161,12 @@ async def test_pinned_blocks_outlive_traffic_that_evicts_all_others(space: Any, 
         await space.delete(prompt.keys)
 
 
+@pytest.mark.parametrize("seconds", [0, -1.0, 1e99, float("inf"), float("nan")])
+async def test_a_pin_for_no_time_or_for_ever_is_refused(space: Any, prompt: Prompt, seconds: float) -> None:
+    with pytest.raises(ValueError, match="more than 0 and at most"):
+        await space.pin(prompt.keys, for_s=seconds)
+
+
 async def test_a_key_named_twice_in_a_pin_counts_once(daemon: DaemonProcess, space: Any, prompt: Prompt) -> None:
     await space.put(prompt.keys, prompt.tokens, prompt.payloads)
     twice = [prompt.keys[0], prompt.keys[0]]

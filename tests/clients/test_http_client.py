@@ -65,6 +65,12 @@ def test_what_is_put_is_matched_and_comes_back_and_is_deleted(client: HttpClient
     space.delete([*keys, *tail])
 
 
+def test_no_keys_are_a_miss_and_no_error(client: HttpClient) -> None:
+    space = client.open(facts_of(salt=b"none"))
+    assert space.match([]).blocks == space.delete([]) == space.get_into([], bytearray()) == 0
+    assert space.explain([]) == []
+
+
 def test_other_tokens_than_the_stored_ones_end_the_run(client: HttpClient) -> None:
     space = client.open(facts_of(salt=b"tokens"))
     keys, tokens, _ = filled(space, 1, 4)

@@ -6,6 +6,7 @@ import random
 import signal
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -326,15 +327,16 @@ def introduced(daemon: DaemonProcess) -> bool:
             return False
 
 
-def test_connections_are_bounded(tmp_path: Path) -> None:
-    with DaemonProcess(tmp_path, tcp=True, max_sessions=2, tcp_handshake_s=60.0) as daemon:
-        waiting = [RawSession(daemon.tcp) for _ in range(4)]
-        with RawSession(daemon.tcp) as fifth:
-            assert fifth.ended()
-        waiting.pop().close()
-        eventually(lambda: introduced(daemon), bool)
-        for session in waiting:
+def test_connections_are_bounded_and_silent_ones_shut_no_local_session_out(tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path, tcp=True, max_sessions=4, tcp_handshake_s=60.0) as daemon, ExitStack() as stack:
+        assert introduced(daemon)
+        silent = [stack.enter_context(RawSession(daemon.tcp)) for _ in range(20)]
+        eventually(lambda: introduced(daemon), lambda let_in: not let_in)
+        with RawSession(daemon.socket) as local:
+            assert local.hello().session
+        for session in silent:
             session.close()
+        eventually(lambda: introduced(daemon), bool)
 
 
 def test_tls_that_never_shakes_hands_is_dropped_and_plain_words_are_not_understood(tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def test_variables_that_other_parts_read_are_not_settings_and_no_errors(monkeypa
         ({"ram_bytes": "1.0000001KiB"}, "whole number"),
         ({"ram_bytes": "32MiB"}, "less than one extent (64MiB)"),
         ({"ram_bytes": -1}, "greater than 0"),
+        ({"max_frame_bytes": 1}, "greater than or equal to 65536"),
         ({"extent_bytes": "3MiB"}, "write 4MiB"),
         ({"extent_bytes": 4096}, "write 1MiB"),
         ({"socket_mode": "rw"}, "write octal digits"),
