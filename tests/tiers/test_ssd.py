@@ -20,7 +20,7 @@ import pytest
 
 from forebay.kvstore.errors import BlockCorrupt, TierFull, TierUnavailable
 from forebay.kvstore.tier import ObjectKey
-from forebay.tiers.ssd import SsdTier, recovery
+from forebay.tiers.ssd import SsdTier, committer, recovery
 from forebay.tiers.ssd.catalog import Catalog
 from forebay.tiers.ssd.files import Files
 from forebay.tiers.ssd.layout import PAGE, Place, SegmentHeader, pack_segment
@@ -310,6 +310,24 @@ async def test_an_index_that_kills_its_reader_kills_a_child_and_is_rebuilt(tmp_p
     assert asked == ["check", "rebuild"]
     assert await held(again, *range(6)) == list(range(6))
     await again.aclose()
+
+
+async def test_a_commit_waits_for_records_that_are_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(committer, "_LINGER_S", 30.0)
+    monkeypatch.setattr(committer, "_ENOUGH_BYTES", 2 * SIZE)
+    tier = tier_of(tmp_path)
+    directory = tier._volumes[0].serving
+    assert directory is not None
+    before = directory.committer.commits
+    with directory.committer.expecting():
+        await asyncio.gather(put(tier, 1), put(tier, 2))
+        assert directory.committer.commits == before + 1
+        assert await asyncio.wait_for(tier.delete(key_of(1)), 10.0)  # a delete waits for nobody
+    await asyncio.wait_for(put(tier, 3), 10.0)  # nothing else is being written
+    assert await held(tier, 1, 2, 3) == [2, 3]
+    await tier.aclose()
 
 
 async def test_an_index_that_leads_in_circles_is_not_walked_for_ever(

@@ -11,9 +11,11 @@ import errno
 import logging
 import queue
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -29,6 +31,10 @@ from forebay.tiers.ssd.tombstones import Tombstone, Tombstones
 log = logging.getLogger(__name__)
 
 _BATCH_LIMIT: Final = 512
+# While further records are being written a commit of puts waits for them, up to so many bytes or seconds: each commit costs
+# two or three flushes of the disk, whatever it holds.
+_ENOUGH_BYTES: Final = 32 << 20
+_LINGER_S: Final = 0.025
 
 
 @dataclass(eq=False)
@@ -66,6 +72,7 @@ class Committer:
         self._hidden_lock = threading.Lock()
         self._broken: BaseException | None = None
         self._ended = False
+        self._coming = 0  # records that are being written
         self.commits = 0
         self.written_bytes = 0
         table.sealable = self._queue.put
@@ -81,6 +88,17 @@ class Committer:
     def first(self, job: Callable[[], None]) -> None:
         """Run something on the commit thread, in its turn."""
         self._queue.put(job)
+
+    @contextmanager
+    def expecting(self) -> Iterator[None]:
+        """A record is being written inside, which is given up there or put afterwards."""
+        with self._hidden_lock:
+            self._coming += 1
+        try:
+            yield
+        finally:
+            with self._hidden_lock:
+                self._coming -= 1
 
     def put(self, record: Record) -> Future[bool]:
         """The record is written: make it the key's object. Answers False if the key has one."""
@@ -124,6 +142,7 @@ class Committer:
             changes: list[_Change] = []
             others: list[Segment | Callable[[], None]] = []
             work = self._queue.get()
+            lingers_until_s = time.monotonic() + _LINGER_S
             while True:
                 if work is None:
                     ended = True
@@ -135,7 +154,7 @@ class Committer:
                 if len(changes) >= _BATCH_LIMIT or ended:
                     break
                 try:
-                    work = self._queue.get_nowait()
+                    work = self._next(changes, lingers_until_s)
                 except queue.Empty:
                     break
             if changes:
@@ -148,6 +167,21 @@ class Committer:
             work = self._queue.get_nowait()
             if isinstance(work, _Change):
                 self._answer(work, OSError(errno.EBADF, "the directory was closed"))
+
+    def _next(
+        self, changes: Sequence[_Change], lingers_until_s: float
+    ) -> _Change | Segment | Callable[[], None] | None:
+        """What waits, or comes soon enough to be worth waiting for. Raises: queue.Empty."""
+        try:
+            return self._queue.get_nowait()
+        except queue.Empty:
+            pass
+        puts = all(change.record is not None and not change.drop for change in changes)
+        size = sum(change.record.place.length for change in changes if change.record is not None)
+        left_s = lingers_until_s - time.monotonic()
+        if not (puts and self._coming and size < _ENOUGH_BYTES and left_s > 0):
+            raise queue.Empty
+        return self._queue.get(timeout=left_s)
 
     def _do(self, work: Segment | Callable[[], None]) -> None:
         if self._broken is not None:

@@ -255,9 +255,11 @@ class Directory:
         Raises: TooLarge, NoRoom, DirectoryDown, OSError.
         """
         with self._using():
-            return self._write(key, data, deadline_s)
+            with self.committer.expecting():
+                record = self._write(key, data, deadline_s)
+            return self.committer.put(record)
 
-    def _write(self, key: ObjectKey, data: memoryview, deadline_s: float) -> Future[bool]:
+    def _write(self, key: ObjectKey, data: memoryview, deadline_s: float) -> Record:
         offset = self._io.data_offset(data)
         pages = pages_of(offset + data.nbytes)
         if not self.table.fits(pages):
@@ -272,7 +274,7 @@ class Directory:
             raise
         self.record_bytes += pages * PAGE
         self.data_bytes += data.nbytes
-        return self.committer.put(record)
+        return record
 
     def read(self, key: ObjectKey, place: Place, out: WritableBuffer) -> bool | None:
         """Read the object at a place. None: it was evicted since it was looked up. False: something else lies there.
