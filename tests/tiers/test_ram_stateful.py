@@ -157,6 +157,9 @@ class RamMachine(RuleBasedStateMachine):
             assert table.get(key) == ABSENT, "a visible object was given out to be written"
             if row not in domain._parts or domain._parts[row].writers == 1:
                 self.parents[table.number, key] = keys[i - 1] if i else parent
+        for _, key, _ in given:
+            if self._descends_from_itself(table.number, key):
+                self.parents[table.number, key] = table.namespace  # strange parents close a ring, which the tier cuts
         for key, status in zip(keys, got.statuses, strict=True):
             if status == SlotStatus.PRESENT and not parts:
                 assert table.get(key) != ABSENT, "an object was called present and is not"
@@ -164,6 +167,14 @@ class RamMachine(RuleBasedStateMachine):
         if given:
             self.writing.append(writing)
         return writing
+
+    def _descends_from_itself(self, number: int, key: bytes) -> bool:
+        above = key
+        for _ in range(2 * NODES):
+            above = self.parents.get((number, above), b"")
+            if above == key:
+                return True
+        return False
 
     def _write(self, writing: Writing) -> list[bytes]:
         """Fill the places. Both writers of an object write the same bytes, each its half."""
