@@ -148,8 +148,8 @@ class _Work:
     def _keep_one(self, space: Namespace, keys: list[bytes], tokens: list[int]) -> None:
         """Hold a lease until its daemon has ended: then it is good no longer, though its memory is still there."""
         if self.kept is None:
-            epoch = self.client.boot_epoch
-            self.kept = epoch, space.acquire(keys, tokens, timeout_s=CALL_S)
+            lease = space.acquire(keys, tokens, timeout_s=CALL_S)
+            self.kept = self.client.boot_epoch, lease  # whose it is: a daemon that was restarted is met by the call
             return
         epoch, lease = self.kept
         if self.client.boot_epoch not in (b"", epoch):
