@@ -37,7 +37,7 @@ slow: $(STAMP)
 # 20,000 seeded faults; FAULT_FLAGS="--share 0.1" takes a tenth, "--seed N" replays.
 test-faults: $(STAMP)
 	PYTHONPATH=. $(BIN)/python -m tests.faults.campaign $(FAULT_FLAGS)
-	FOREBAY_KILLS=$(KILLS) $(BIN)/python -m pytest -s tests/faults/test_kill_under_load.py
+	FOREBAY_KILLS=$(KILLS) $(BIN)/python -m pytest -s -o faulthandler_timeout=890 tests/faults/test_kill_under_load.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
