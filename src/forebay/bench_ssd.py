@@ -190,8 +190,8 @@ def _rounds(
     for number in range(rounds):
         offset = number % regions * region
         here = at + number
-        # Of what was written last, the oldest that is surely still on disk, and no longer in RAM.
-        old = here - regions // 2
+        # No longer in RAM, and surely on disk: what was read stays there longer than what was written a little later.
+        old = here - 2
         ways: list[tuple[str, Callable[[], float]]] = [
             ("fio_write_unsynced", lambda offset=offset: fio.bytes_per_s("write", offset, region)),  # type: ignore[misc]
             ("fio_write", lambda offset=offset: fio.bytes_per_s("write", offset, region, sync_every=32)),  # type: ignore[misc]
