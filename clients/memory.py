@@ -126,11 +126,11 @@ class SharedMemory:
                     dropped.append(number)
         return dropped
 
-    def by_extent(self, places: npt.NDArray[np.void]) -> Iterator[tuple[MappedExtent, npt.NDArray[np.intp]]]:
-        """Positions in `places`, grouped by their extent."""
+    def by_extent(self, places: npt.NDArray[np.void]) -> Iterator[tuple[MappedExtent, npt.NDArray[np.intp] | slice]]:
+        """Positions in `places`, grouped by their extent; all of them, without a copy of anything, where there is but one."""
         distinct = distinct_extents(places)
         if len(distinct) == 1:
-            yield self.extents[distinct[0]], np.arange(len(places))
+            yield self.extents[distinct[0]], slice(None)
             return
         for number in distinct:
             yield self.extents[number], np.flatnonzero(places["extent"] == number)
@@ -146,9 +146,6 @@ class SharedMemory:
     def _first_lines(self, places: npt.NDArray[np.void]) -> Words:
         """The first 64 bytes of every object, [places, 8]."""
         first = places["offset"].astype(np.int64) // (8 * _LINE_WORDS)
-        distinct = distinct_extents(places)
-        if len(distinct) == 1:
-            return self.extents[distinct[0]].words.reshape(-1, _LINE_WORDS).take(first, axis=0)
         out = np.empty((len(places), _LINE_WORDS), np.uint64)
         for extent, positions in self.by_extent(places):
             out[positions] = extent.words.reshape(-1, _LINE_WORDS).take(first[positions], axis=0)

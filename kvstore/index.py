@@ -30,7 +30,7 @@ ABSENT: Final = -1
 _WORTH_GUESSING: Final = 32  # keys that must follow their predecessor's row for a guess to have paid
 _MAX_LOOK_UPS: Final = 1024
 _GUESS_EFFORT: Final = 16  # a guess costs as much as so many look-ups
-_UNLIMITED: Final = 1 << 60
+UNLIMITED: Final = 1 << 60
 _AHEAD: Final = 1 << 16  # rows that get their memory together: 5.5 MB
 _MAX_DEPTH: Final = 16_384  # blocks: a run of a million tokens
 
@@ -96,7 +96,7 @@ class Table:
         """Rows of visible objects, [keys], ABSENT where there is none."""
         return self.find_part(b"".join(keys))
 
-    def find_part(self, keys: bytes, start: int = 0, effort: int = _UNLIMITED) -> RowArray:
+    def find_part(self, keys: bytes, start: int = 0, effort: int = UNLIMITED) -> RowArray:
         """The same for keys side by side from the `start`-th on, and only until `effort` is spent: look-ups, or their like.
 
         Blocks stored together have rows side by side, so after a key is found the following keys are compared with the

@@ -35,7 +35,7 @@ def refuse(request: wire.Request[Any]) -> Answer:
     raise BadRequest(f"{verb} is for clients on this machine, which share its memory: over TCP use get, put and fill")
 
 
-async def _finished(answer: Answer | Coroutine[Any, Any, Answer]) -> Any:
+async def finished(answer: Answer | Coroutine[Any, Any, Answer]) -> Any:
     return await answer if inspect.iscoroutine(answer) else answer
 
 
@@ -84,7 +84,7 @@ class InlineVerbs:
         if request.payload_bytes != count * size:
             raise BadRequest(f"{count} objects of {size} bytes are {count * size} bytes, not {request.payload_bytes}")
         asked = wire.Allocate(request.handle, request.group, request.keys, request.parent)
-        reply: wire.AllocateReply = await _finished(self._verbs._allocate(asked))
+        reply: wire.AllocateReply = await finished(self._verbs._allocate(asked))
         if not reply.allocation:
             incoming = self._connection.incoming
             if incoming is not None:
@@ -124,7 +124,7 @@ class InlineVerbs:
             raise
         allocation.filling = False
         written = bytes(row >= 0 for row in allocation.rows.tolist())
-        done: wire.Done = await _finished(self._verbs._commit(wire.Commit(number, written)))
+        done: wire.Done = await finished(self._verbs._commit(wire.Commit(number, written)))
         return done.count
 
     def _places(self, allocation: Allocation, *, every: bool) -> Arriving:

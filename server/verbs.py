@@ -31,7 +31,7 @@ from forebay.kvstore.index import ABSENT, RowArray, Table
 from forebay.kvstore.keys import KEY_BYTES
 from forebay.server.blocks import make_namespace
 from forebay.server.door import Answer, Connection
-from forebay.server.inline import LOCAL_ONLY, REMOTE_ONLY, InlineVerbs, refuse
+from forebay.server.inline import LOCAL_ONLY, REMOTE_ONLY, InlineVerbs, finished, refuse
 from forebay.server.purge import purge, scope_of
 from forebay.server.sessions import Allocation, Lease, Namespace, Session
 from forebay.tiers.extents import Extent
@@ -280,8 +280,8 @@ class SessionVerbs:
             raise OverLimit(f"leases of this session would pass {limit} blocks: release some")
         if count > CHUNK:
             return self._acquire_long(request, namespace, table, count)
-        rows = session.domain.find_leading(table, wire.split_keys(request.keys))
-        if len(rows) < count and request.wait_ms and self._daemon.lower:
+        rows, missing = session.domain.find_some_leading(table, request.keys)
+        if missing and request.wait_ms and self._daemon.lower:
             return self._acquire_long(request, namespace, table, count)
         _check_distinct(rows)
         session.domain.lease(rows)
@@ -544,8 +544,8 @@ class SessionVerbs:
         for start in range(0, len(written), ALLOCATE_CHUNK):
             shown += self._commit_chunk(allocation, written[start : start + ALLOCATE_CHUNK], start)
             await self._daemon.rounds.turn(self.session.principal.tenant)
-        outcome = self._committed(allocation, written, shown)
-        return await outcome if asyncio.iscoroutine(outcome) else outcome
+        answer: Answer = await finished(self._committed(allocation, written, shown))
+        return answer
 
     def _commit_chunk(self, allocation: Allocation, written: npt.NDArray[np.bool_], start: int) -> int:
         """Show some of an allocation's objects and abort the others. Returns how many are visible now."""

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forebay.kvstore.errors import BlockCorrupt, InvariantViolation, TierClosed, TierFull, TierTimeout
-from forebay.kvstore.index import ABSENT, Index, RowArray, State, Table
+from forebay.kvstore.index import ABSENT, UNLIMITED, Index, RowArray, State, Table
 from forebay.kvstore.policy import Clock, LeafFirstLru
 from forebay.kvstore.tier import Borrow, Buffer, ObjectKey, Reservation, WritableBuffer
 from forebay.kvstore.wire import SlotStatus
@@ -671,7 +671,9 @@ class RamDomain:
         """Rows of the leading visible run."""
         return _until_absent(table.find(keys))[0]
 
-    def find_some_leading(self, table: Table, keys: bytes, start: int, effort: int) -> tuple[RowArray, bool]:
+    def find_some_leading(
+        self, table: Table, keys: bytes, start: int = 0, effort: int = UNLIMITED
+    ) -> tuple[RowArray, bool]:
         """The same for keys side by side from the `start`-th on, and no more than `effort` (see `Table.find_part`) allows.
 
         Returns: the rows, and whether the run ends there because a key is not here.

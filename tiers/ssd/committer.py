@@ -49,6 +49,11 @@ class _Change:
     done: Future[bool] = field(default_factory=Future)
     result: bool = False
 
+    @property
+    def weight(self) -> int:
+        """Bytes towards a commit that waits for no more. A put's own; anything else is enough by itself."""
+        return _ENOUGH_BYTES if self.record is None or self.drop else self.record.place.length
+
 
 class Committer:
     """Commits for one directory. `failed` is told of an error after which the directory must be opened anew."""
@@ -142,19 +147,20 @@ class Committer:
             changes: list[_Change] = []
             others: list[Segment | Callable[[], None]] = []
             work = self._queue.get()
-            lingers_until_s = time.monotonic() + _LINGER_S
+            lingers_until_s, weight = time.monotonic() + _LINGER_S, 0
             while True:
                 if work is None:
                     ended = True
                 elif isinstance(work, _Change):
                     changes.append(work)
+                    weight += work.weight
                 else:
                     others.append(work)
                     break  # what was asked for before it comes first
                 if len(changes) >= _BATCH_LIMIT or ended:
                     break
                 try:
-                    work = self._next(changes, lingers_until_s)
+                    work = self._next(lingers_until_s if weight < _ENOUGH_BYTES else 0.0)
                 except queue.Empty:
                     break
             if changes:
@@ -168,20 +174,10 @@ class Committer:
             if isinstance(work, _Change):
                 self._answer(work, OSError(errno.EBADF, "the directory was closed"))
 
-    def _next(
-        self, changes: Sequence[_Change], lingers_until_s: float
-    ) -> _Change | Segment | Callable[[], None] | None:
-        """What waits, or comes soon enough to be worth waiting for. Raises: queue.Empty."""
-        try:
-            return self._queue.get_nowait()
-        except queue.Empty:
-            pass
-        puts = all(change.record is not None and not change.drop for change in changes)
-        size = sum(change.record.place.length for change in changes if change.record is not None)
-        left_s = lingers_until_s - time.monotonic()
-        if not (puts and self._coming and size < _ENOUGH_BYTES and left_s > 0):
-            raise queue.Empty
-        return self._queue.get(timeout=left_s)
+    def _next(self, lingers_until_s: float) -> _Change | Segment | Callable[[], None] | None:
+        """What waits, or comes until then while records are being written. Raises: queue.Empty."""
+        left_s = lingers_until_s - time.monotonic() if self._coming else 0.0
+        return self._queue.get(timeout=left_s) if left_s > 0 else self._queue.get_nowait()
 
     def _do(self, work: Segment | Callable[[], None]) -> None:
         if self._broken is not None:

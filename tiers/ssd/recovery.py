@@ -1,10 +1,9 @@
 """Finding out what a directory holds from its segments alone, and whether its index can be trusted.
 
 `check`, `rebuild` and `look`, a check that changes nothing, run in a child process (`python -m forebay.tiers.ssd.recovery
-check|rebuild|look DIR`): reading a damaged
-index can end the process that does it, and rebuilding a large one would hold up a daemon's other threads. Always true: a
-rebuilt index leads only to records that a table of contents or their own checksum vouches for, and to none that was
-deleted; without the log of deletions it leads nowhere.
+check|rebuild|look DIR`): reading a damaged index can end the process that does it, and rebuilding a large one would hold up a
+daemon's other threads. Always true: a rebuilt index leads only to records that a table of contents or their own checksum
+vouches for, and to none that was deleted; without the log of deletions it leads nowhere.
 """
 
 from __future__ import annotations
