@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("kvstore", "tiers", "server", "clients", "engine_adapter", "bench")
+FOLDERS = ("kvstore", "tiers", "server", "clients", "engine", "engine_adapter", "bench")
 SHIPPED = sorted(
     {path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     | set((ROOT / "src" / "forebay").glob("*.py"))

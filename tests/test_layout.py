@@ -16,7 +16,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tiers": {"kvstore"},
     "clients": {"kvstore"},
     "server": {"kvstore", "tiers"},
-    "engine_adapter": {"clients", "kvstore", "tiers"},
+    "engine": set(),
+    "engine_adapter": {"engine", "clients", "kvstore", "tiers"},
 }
 HEAVY = ("torch", "lmdb", "aiohttp")
 

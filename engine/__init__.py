@@ -1,0 +1,1 @@
+"""The bundled engine: paged KV, continuous batching, prefix reuse. Needs the `engine` extra."""
