@@ -39,8 +39,8 @@ class Plan:
     """What to load, and what it is expected to cost.
 
     ranges: in order, adjoining, from the first block that is not resident. load_blocks: their sum. predicted_load_s:
-    until they are in the engine's cache. predicted_prefill_s: then, computing the rest. predicted_cold_s: computing
-    everything that is not resident. reason: one line for people.
+    until they are in the engine's cache, less what it is busy with others meanwhile. predicted_prefill_s: then, computing
+    the rest. predicted_cold_s: computing everything that is not resident. reason: one line for people.
     """
 
     ranges: tuple[LoadRange, ...]
@@ -65,6 +65,7 @@ def plan(
     prompt_tokens: int,
     resident_blocks: int = 0,
     margin: float = 0.05,
+    busy_s: float = 0.0,
 ) -> Plan:
     """Choose the leading blocks to load so that the first token is expected soonest: load them, then compute the rest.
 
@@ -74,6 +75,7 @@ def plan(
         prompt_tokens: tokens of the prompt; its last one is always computed, since its logits are needed.
         resident_blocks: leading blocks already in the engine's own cache.
         margin: share of the cold time that loading must save to be worth a try; estimates are not perfect.
+        busy_s: how long the engine computes for others before it could compute this prompt: so much loading costs nothing.
     Raises: ValueError: a count that makes no sense.
     """
     if (
@@ -102,7 +104,7 @@ def plan(
         each_s = block_bytes / estimate.bandwidth_bytes_per_s + estimate.overhead_s_per_object
         more = np.arange(piece.blocks, dtype=np.float64)
         cached = (piece.first + more + 1) * block_tokens
-        load_s = others_s + first_s + more * each_s
+        load_s = np.maximum(0.0, others_s + first_s + more * each_s - busy_s)
         total_s = load_s + prefill.predict_many(cached, prompt_tokens - cached)
         i = int(np.argmin(total_s))  # the first of equals: fewer bytes
         if total_s[i] < best_s and total_s[i] <= limit_s:

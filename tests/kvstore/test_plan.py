@@ -152,3 +152,11 @@ def test_the_split_point_is_the_best_of_all_points(
     s = split_point(prefill, tokens=tokens, latency_s=latency, seconds_per_token=each)
     assert 0 <= s <= tokens
     assert cost(s) == pytest.approx(min(cost(i) for i in range(tokens + 1)), rel=1e-6, abs=1e-12)
+
+
+def test_what_loads_while_others_are_computed_costs_nothing() -> None:
+    slow = TierEstimate(latency_s=30.0, bandwidth_bytes_per_s=1e9)
+    alone = make([Held("far", 10)], {"far": slow}, 641)
+    behind = make([Held("far", 10)], {"far": slow}, 641, busy_s=40.0)
+    assert alone.load_blocks == 0 and behind.load_blocks == 10
+    assert behind.predicted_load_s == 0.0 and behind.predicted_s < behind.predicted_cold_s
