@@ -1,0 +1,1 @@
+"""The engine's arithmetic, on tensors: norm, rotary positions, linear layers by precision, attention over pages."""
