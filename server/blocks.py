@@ -12,8 +12,8 @@ import asyncio
 import ctypes
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -150,6 +150,7 @@ class Blocks:
 
         Raises: Draining.
         """
+        self._daemon.right_of_way.loaded(("http", principal.name))
         if self._daemon.draining:
             raise Draining("the daemon is shutting down: compute instead of loading")
         domain, table = self.domain(principal), self.table(namespace, group)
@@ -197,6 +198,19 @@ class Blocks:
             self._receiving_bytes[domain.domain_name] -= table.object_bytes
             if len(receiving.row):
                 domain.abort(int(receiving.row[0]))
+
+    @asynccontextmanager
+    async def in_turn(self, principal: Principal, size_bytes: int) -> AsyncIterator[None]:
+        """Take a turn to receive so many bytes, if engines load at present."""
+        way = self._daemon.right_of_way
+        if not way.gives_way(("http", principal.name)):
+            yield
+            return
+        turn = await way.turn(principal.tenant, size_bytes)
+        try:
+            yield
+        finally:
+            turn.end()
 
     async def make_room(self, principal: Principal, namespace: Namespace, group: int, count: int) -> None:
         """Do beforehand, without holding the loop, what places for `count` objects will need."""

@@ -40,6 +40,7 @@ from forebay.server.http import HttpDoor
 from forebay.server.lag import LoopLag
 from forebay.server.netdoor import TcpListener
 from forebay.server.reports import Reports
+from forebay.server.right_of_way import RightOfWay
 from forebay.server.rounds import Rounds
 from forebay.server.sessions import Namespace, Registry
 from forebay.server.settings import BadSettings, Settings, format_bytes
@@ -114,6 +115,7 @@ class Daemon:
         self._lag: LoopLag
         self.busy_poll: BusyPoll
         self.rounds: Rounds
+        self.right_of_way: RightOfWay
         self._listener: UnixListener
         self._tcp: TcpListener | None = None
         self._http: HttpDoor | None = None
@@ -130,6 +132,7 @@ class Daemon:
         self.registry = Registry()
         self._lag = LoopLag()
         self.rounds = Rounds()
+        self.right_of_way = RightOfWay()
         self.busy_poll = BusyPoll(settings.busy_poll_us / 1e6)
         try:
             self.ram = RamTier(
@@ -442,6 +445,7 @@ class Daemon:
             "verbs": {f"{verb}": {"requests_total": count} for verb, count in self.verb_counts.items()},
             "reports": self.reports.stats(),
             "loop_lag": self._lag.recent(),
+            "right_of_way": self.right_of_way.stats(),
             "health": self.health(),
             "http_url": self._http.url if self._http is not None else "",
         }

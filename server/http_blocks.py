@@ -243,23 +243,24 @@ class BlockRoutes:
         raw: the header as it came; None makes it from the payload's checksums.
         """
         layout = namespace.layouts[group]
-        await self._blocks.make_room(principal, namespace, group, 1)
-        with self._blocks.place(principal, namespace, group, header.key, header.parent) as place:
-            if isinstance(place, SlotStatus):
-                if await body.skip(layout.payload_bytes) < layout.payload_bytes:
-                    raise BadRequest("the body ends inside a payload")
-                return place
-            payload = place.view[layout.header_bytes :]
-            try:
-                if await body.fill(payload) < layout.payload_bytes:
-                    raise BadRequest(f"the body ends inside a payload: they have {layout.payload_bytes} bytes here")
-                if raw is None:
-                    await _make_header(layout, place.view, payload, header)
-                else:
-                    place.view[: layout.header_bytes] = raw
-            finally:
-                payload.release()
-            await self._blocks.commit(principal, namespace, place, header, seen=raw is None)
+        async with self._blocks.in_turn(principal, layout.object_bytes):
+            await self._blocks.make_room(principal, namespace, group, 1)
+            with self._blocks.place(principal, namespace, group, header.key, header.parent) as place:
+                if isinstance(place, SlotStatus):
+                    if await body.skip(layout.payload_bytes) < layout.payload_bytes:
+                        raise BadRequest("the body ends inside a payload")
+                    return place
+                payload = place.view[layout.header_bytes :]
+                try:
+                    if await body.fill(payload) < layout.payload_bytes:
+                        raise BadRequest(f"the body ends inside a payload: they have {layout.payload_bytes} bytes here")
+                    if raw is None:
+                        await _make_header(layout, place.view, payload, header)
+                    else:
+                        place.view[: layout.header_bytes] = raw
+                finally:
+                    payload.release()
+                await self._blocks.commit(principal, namespace, place, header, seen=raw is None)
         return SlotStatus.WRITABLE
 
     async def _put_blocks(self, request: web.Request) -> web.Response:

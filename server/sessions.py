@@ -12,7 +12,7 @@ import logging
 import os
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from forebay.kvstore.identity import NamespaceFacts
 from forebay.kvstore.index import RowArray, Table
 from forebay.kvstore.objects import ObjectLayout
 from forebay.server.auth import LOCAL, Principal
+from forebay.server.right_of_way import Turn
 from forebay.tiers.ram import RamDomain
 
 log = logging.getLogger("forebay.sessions")
@@ -64,6 +65,7 @@ class Allocation:
     deadline_s: float
     purged: bool = False  # since it was made, a purge came over its namespace: it is not shown
     filling: bool = False  # its payload is on its way from the network, or it is being committed
+    turn: Turn | None = None  # to copy, where stores give way to loads
 
 
 @dataclass
@@ -90,6 +92,11 @@ class Session:
     last_handle: int = 0
     prefetches: int = 0  # that run now
     retired_told: int = 0  # how many of the domain's retired extents this session was told of
+
+    @property
+    def engine(self) -> Hashable:
+        """Who copies: the process on this machine, or the session where that can't be told."""
+        return self.id if self.remote else self.pid
 
     def __hash__(self) -> int:
         return hash(self.id)

@@ -274,6 +274,7 @@ class SessionVerbs:
             raise Draining("the daemon is shutting down: compute instead of loading")
         count = wire.count_keys(request.keys)
         session = self.session
+        self._daemon.right_of_way.loaded(session.engine)
         self._check_quarantine()
         limit = self._daemon.settings.max_leased_blocks_per_session
         if session.leased_blocks + count > limit:
@@ -409,6 +410,8 @@ class SessionVerbs:
         # The bytes count from now on, so that requests running side by side can't pass the limit together.
         session.uncommitted_bytes += need
         domain = session.domain
+        if daemon.right_of_way.gives_way(session.engine):
+            return self._allocate_in_turn(request, namespace, table, keys, parent, need)
         if len(keys) <= ALLOCATE_CHUNK and domain.ready_for(table, len(keys)) and not self._allocating.locked():
             return self._allocate_chunk(request, namespace, table, keys, parent, need)
         return self._allocate_long(request, namespace, table, keys, parent, need)
@@ -424,6 +427,27 @@ class SessionVerbs:
             self.session.uncommitted_bytes -= need
             raise
         return self._allocated(request, namespace, keys, parent, need, got.statuses, got.rows)
+
+    async def _allocate_in_turn(
+        self, request: wire.Allocate, namespace: Namespace, table: Table, keys: list[bytes], parent: bytes, need: int
+    ) -> Answer:
+        try:
+            turn = await self._daemon.right_of_way.turn(self.session.principal.tenant, need)
+        except BaseException:
+            self.session.uncommitted_bytes -= need
+            raise
+        allocation: Allocation | None = None
+        try:
+            answer: Answer = await self._allocate_long(request, namespace, table, keys, parent, need)
+            reply = answer[0] if isinstance(answer, tuple) else answer
+            assert isinstance(reply, wire.AllocateReply)
+            allocation = self.session.allocations.get(reply.allocation)
+            return answer
+        finally:
+            if allocation is None:
+                turn.end()
+            else:
+                allocation.turn = turn
 
     async def _allocate_long(
         self, request: wire.Allocate, namespace: Namespace, table: Table, keys: list[bytes], parent: bytes, need: int
@@ -560,8 +584,7 @@ class SessionVerbs:
     def _committed(
         self, allocation: Allocation, written: npt.NDArray[np.bool_], shown: int
     ) -> Answer | Coroutine[Any, Any, Answer]:
-        del self.session.allocations[allocation.number]
-        self.session.uncommitted_bytes -= allocation.size_bytes
+        self._drop(allocation)
         if shown and self._daemon.lower and self._daemon.settings.write_policy == "write_through":
             return self._write_through(allocation, np.flatnonzero(written), shown)
         return wire.Done(shown)
@@ -593,14 +616,20 @@ class SessionVerbs:
                 )
         return shown
 
+    def _drop(self, allocation: Allocation) -> None:
+        """It is committed or given up."""
+        del self.session.allocations[allocation.number]
+        self.session.uncommitted_bytes -= allocation.size_bytes
+        if allocation.turn is not None:
+            allocation.turn.end()
+
     def _abort_row(self, allocation: Allocation, row: int) -> None:
         full_mask = self._full_mask(allocation.namespace, allocation.group)
         self.session.domain.abort(row, parts=allocation.parts, full_mask=full_mask)
 
     def _abort(self, request: wire.Abort) -> Answer:
         allocation = self._allocation(request.allocation)
-        del self.session.allocations[allocation.number]
-        self.session.uncommitted_bytes -= allocation.size_bytes
+        self._drop(allocation)
         rows = allocation.rows[allocation.rows >= 0].tolist()
         for row in rows:
             self._abort_row(allocation, row)

@@ -101,6 +101,7 @@ def test_a_flood_of_stores_costs_another_tenant_none_of_its_blocks_and_none_of_i
         assert not flood.failed
         assert len(flood.stores) == 4 and during > 0, "the loads had the daemon to themselves"
         assert space.match(untouched).blocks == BLOCKS
+        assert daemon.stats()["right_of_way"]["waits_total"] > 0, "the flood never gave way"
         classes = daemon.stats()["tiers"]["ram"]["classes"]
         assert sum(row["extents"] for row in classes if row["domain"].startswith("flood/")) == 2
     daemon.at_base()
