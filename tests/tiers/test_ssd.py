@@ -56,6 +56,36 @@ async def comes_back(tier: SsdTier) -> None:
             await asyncio.sleep(0.005)
 
 
+class MovedFiles(FaultyFiles):
+    """Tells another filesystem than there is."""
+
+    below = False
+
+    def device(self, path: Path) -> int:
+        return super().device(path) + self.below
+
+
+async def test_a_directory_whose_disk_was_unmounted_is_not_made_anew_on_the_disk_below(tmp_path: Path) -> None:
+    files = MovedFiles()
+    folder = tmp_path / "mount" / "forebay"
+    tier = tier_of(folder, files=files)
+    await put(tier, 0, 1)
+    folder.parent.rename(tmp_path / "unplugged")
+    folder.parent.mkdir()  # the mount point, empty
+    files.below = True
+    tier._volumes[0].fail(OSError(errno.EIO, "gone"))
+    async with asyncio.timeout(10.0):
+        while "no longer mounted" not in "".join(tier.health()):  # noqa: ASYNC110 - a thread finds out, and tells nobody
+            await asyncio.sleep(0.005)
+    assert not folder.exists()
+    folder.parent.rmdir()
+    (tmp_path / "unplugged").rename(folder.parent)
+    files.below = False
+    await comes_back(tier)
+    assert await held(tier, 0, 1) == [0, 1]
+    await tier.aclose()
+
+
 # --- failing calls ---------------------------------------------------------------------------------------------------
 
 

@@ -84,6 +84,12 @@ class Files:
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
+    def device(self, path: Path) -> int:
+        """The filesystem that a path lies on, or would lie on if it were made."""
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        return os.stat(path).st_dev
+
     def commit(self, commit: Callable[[], None]) -> None:
         """The index library's own commit: many system calls that can't be told apart from here."""
         commit()

@@ -17,7 +17,7 @@ from forebay.kvstore.tier import ObjectKey
 from forebay.tiers.ssd import recovery
 from forebay.tiers.ssd.directory import Directory, DirectoryOptions
 from forebay.tiers.ssd.files import Files
-from forebay.tiers.ssd.home import DirectoryRefused
+from forebay.tiers.ssd.home import IDENTITY_NAME, DirectoryRefused
 from forebay.tiers.ssd.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class Volume:
         self._failures_in_row = 0
         self._error: BaseException | None = None
         self._hanging: Directory | None = None  # could not be closed, since threads hang in its disk
+        self._device: int | None = None  # the filesystem that it served from
         self._missed: set[ObjectKey] = set()
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -119,6 +120,7 @@ class Volume:
         self._hanging = self._error = None
         self._failures_in_row = 0
         try:
+            device = self._check_device()
             directory = Directory.open(
                 self.path,
                 self._files,
@@ -136,9 +138,23 @@ class Volume:
             log.exception("a directory could not be opened", extra={"path": str(self.path)})
             self._say(f"{self.path}: {exc}")
         else:
+            self._device = device
             return self._serve(directory)
         self._settled.set()
         return False
+
+    def _check_device(self) -> int:
+        """The filesystem that the directory is on.
+
+        Raises: DirectoryRefused: its disk is gone, and the directory would be made on the one below; OSError.
+        """
+        device = self._files.device(self.path)
+        moved = self._device is not None and device != self._device
+        if moved and not (self.path.exists() and IDENTITY_NAME in self._files.names(self.path)):
+            raise DirectoryRefused(
+                f"{self.path}: its filesystem is no longer mounted: mount it again, or restart to use what lies there now"
+            )
+        return device
 
     def _say(self, reason: str) -> None:
         if reason != self.reason:
