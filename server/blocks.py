@@ -264,13 +264,13 @@ class Blocks:
         self._daemon.expiries.pin(self.domain(principal), rows, seconds)
         return len(rows)
 
-    def expire(
+    async def expire(
         self, principal: Principal, namespace: Namespace, group: int, keys: Sequence[bytes], seconds: float
     ) -> int:
         """Forget blocks on all tiers after some time. Raises: OverLimit, BadRequest."""
         table = self.table(namespace, group)
         wanted = [self._daemon.object_key(table, key) for key in keys]
-        self._daemon.expiries.forget_after(self.domain(principal), wanted, seconds)
+        await self._daemon.expiries.forget_after(self.domain(principal), wanted, seconds)
         return len(keys)
 
     async def purge(

@@ -35,6 +35,8 @@ from forebay.server.busypoll import BusyPoll
 from forebay.server.ceiling import Ceiling
 from forebay.server.door import Connection, UnixListener
 from forebay.server.expiry import Expiries
+from forebay.server.expiry_log import NAME as EXPIRY_LOG
+from forebay.server.expiry_log import ExpiryLog
 from forebay.server.explain import Explainer
 from forebay.server.http import HttpDoor
 from forebay.server.lag import LoopLag
@@ -171,6 +173,8 @@ class Daemon:
                 await channel.aclose()
             await self.ram.aclose()
             raise
+        if settings.ssd_bytes:
+            await self.expiries.resume(ExpiryLog(settings.ssd_dirs[0] / EXPIRY_LOG), self._domain_named)
         self._lag.start()
         self.background(self._sweep())
         self._ready = True
@@ -298,6 +302,7 @@ class Daemon:
         if self._http is not None:
             await self._http.stop()
         self._lag.stop()
+        self.expiries.close()
         self.registry.close()
         await self.ram.aclose()
         report = DrainReport(time.monotonic() - started_s, len(sessions), leases, allocations, copied, left)
@@ -323,11 +328,18 @@ class Daemon:
             user = NET
         else:
             user = os.getuid() if self.settings.network_uid is None else self.settings.network_uid
+        return self._domain(tenant, user)
+
+    def _domain(self, tenant: str, user: int | str) -> RamDomain:
         options = self.settings.domain(tenant, user)
         limit = self.settings.tenant(tenant).ram_bytes
         if limit is not None and tenant not in self._quotas:
             self._quotas[tenant] = Quota(limit // self.settings.extent_bytes)
         return self.ram.domain(f"{tenant}/{user}", read_only=options.read_only, quota=self._quotas.get(tenant))
+
+    def _domain_named(self, name: str) -> RamDomain:
+        tenant, _, user = name.rpartition("/")
+        return self._domain(tenant, int(user) if user.isdigit() else user)
 
     def namespace_id(self, facts: NamespaceFacts, tenant: str) -> bytes:
         return namespace_id(facts, tenant=tenant, secret=self.access.secret_of(tenant))

@@ -325,7 +325,8 @@ class BlockRoutes:
         table = await read_table(request, _TIMED)
         principal, namespace, group = self._named(request, table)
         seconds = number("seconds", table.get("seconds"), 0, MAX_SECONDS)
-        return answer(request, {"expiring": self._blocks.expire(principal, namespace, group, keys_of(table), seconds)})
+        expiring = await self._blocks.expire(principal, namespace, group, keys_of(table), seconds)
+        return answer(request, {"expiring": expiring})
 
     async def _purge(self, request: web.Request) -> web.Response:
         table = await read_table(request, frozenset({"namespaces", "older_than_s", "tenant"}))

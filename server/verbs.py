@@ -654,10 +654,10 @@ class SessionVerbs:
     def _unpin(self, request: wire.Unpin) -> Answer:
         return wire.Done(self.session.domain.unpin(self._present(request.handle, request.group, request.keys)))
 
-    def _expire(self, request: wire.Expire) -> Answer:
+    async def _expire(self, request: wire.Expire) -> Answer:
         _, table = self._resolve(request.handle, request.group)
         keys = [self._daemon.object_key(table, key) for key in wire.split_keys(request.keys)]
-        self._daemon.expiries.forget_after(self.session.domain, keys, request.after_ms / 1e3)
+        await self._daemon.expiries.forget_after(self.session.domain, keys, request.after_ms / 1e3)
         return wire.Done(len(keys))
 
     async def _purge(self, request: wire.Purge) -> Answer:

@@ -285,8 +285,8 @@ async def test_a_timed_pin_ends_at_its_time_and_touches_nothing_else() -> None:
 async def test_a_time_to_live_ends_at_its_time_and_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = Timed()
     keys = [timed.store(number) for number in range(4)]
-    timed.expiries.forget_after(timed.domain, keys[2:], 20)
-    timed.expiries.forget_after(timed.domain, keys[:2], 5)
+    await timed.expiries.forget_after(timed.domain, keys[2:], 20)
+    await timed.expiries.forget_after(timed.domain, keys[:2], 5)
     timed.now_s += 5
     await timed.expiries.tick()
     assert [timed.table.get(key.block) >= 0 for key in keys] == [False, False, True, True]
@@ -295,7 +295,7 @@ async def test_a_time_to_live_ends_at_its_time_and_what_waits_is_bounded(monkeyp
     assert timed.table.visible == 0 and timed.expiries.stats()["waiting_blocks"] == 0
     monkeypatch.setattr(expiry, "MAX_BLOCKS", 3)
     with pytest.raises(OverLimit):
-        timed.expiries.forget_after(timed.domain, keys, 5)
+        await timed.expiries.forget_after(timed.domain, keys, 5)
     for seconds in (0, -1, float("nan"), expiry.MAX_SECONDS * 2):
         with pytest.raises(BadRequest):
             timed.expiries.pin(timed.domain, np.empty(0, np.int64), seconds)
