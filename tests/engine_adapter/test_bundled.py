@@ -20,7 +20,6 @@ from forebay.kvstore.errors import InvariantViolation
 from tests.daemon_process import ROOT, DaemonProcess, eventually, serving
 from tests.engine_adapter.bundled_tools import BT, CONFIG, SLOW, Engine, engine, facts, new_pool, prompt
 
-
 DOORS = ["unix", "tcp", "http"]
 
 

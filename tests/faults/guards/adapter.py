@@ -90,3 +90,49 @@ def cost_comparison() -> None:
     from forebay.kvstore import plan
 
     put(plan, "load_time_s", lambda estimate, blocks, block_bytes: 0.0)
+
+
+@off("cancel waits for its copy", quick=True)
+def cancel_waits_for_its_copy() -> None:
+    from contextlib import nullcontext
+
+    from forebay.engine_adapter.bundled.loading import BlockLoad
+
+    real = BlockLoad.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        real(self, *args)
+        self._copying = nullcontext()
+
+    put(BlockLoad, "__init__", init)
+
+
+@off("a load's deadline")
+def a_loads_deadline() -> None:
+    from forebay.engine_adapter.bundled import loading
+
+    real = loading._ask
+    put(loading, "_ask", lambda namespace, keys, words, left_s: real(namespace, keys, words, 30.0))
+
+
+@off("store queue bound")
+def store_queue_bound() -> None:
+    from forebay.engine_adapter.bundled.storing import Storer
+
+    real = Storer.__init__
+    put(Storer, "__init__", lambda self, link, *, queue_bytes: real(self, link, queue_bytes=1 << 60))
+
+
+@off("a load's catch-all")
+def a_loads_catch_all() -> None:
+    from forebay.engine_adapter.bundled import link
+    from forebay.kvstore.errors import ClientError
+
+    real = link.Link.trouble
+
+    def trouble(self: Any, doing: str, exc: BaseException) -> None:
+        if not isinstance(exc, ClientError):
+            raise exc  # as if only what clients raise were caught
+        real(self, doing, exc)
+
+    put(link.Link, "trouble", trouble)
