@@ -76,6 +76,28 @@ def test_a_damaged_index_is_made_anew_by_a_repair_and_deleted_objects_stay_away(
     assert asyncio.run(held(folder)) == [0, 1, 2, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_segment_files_that_changed_places_get_their_names_again(tmp_path: Path, killed: bool) -> None:
+    async def much() -> int:
+        tier, count = made(tmp_path), 3 * SEGMENT // SIZE // 2
+        for index in range(count):
+            await tier.put(key_of(index), forge(key_of(index), SIZE), timeout_s=5.0)
+        await tier.aclose()
+        return count
+
+    count = asyncio.run(much())
+    first, second, *_ = sorted((tmp_path / "segments").iterdir())
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    (tmp_path / "aside").rename(second.with_suffix(".moving") if killed else second)
+    code, (report,) = fsck(tmp_path)
+    assert code == cli.EXIT_DAMAGED and report["problems"] and not report["sound"]
+    code, (report,) = fsck(tmp_path, "--repair")
+    assert code == cli.EXIT_OK and report["sound"] and report["left"] == []
+    code, (report,) = fsck(tmp_path)
+    assert code == cli.EXIT_OK and report["records"] == count
+
+
 def test_a_lost_log_of_deletions_costs_everything_but_only_by_a_repair(folder: Path) -> None:
     (folder / "deleted.log").unlink()
     code, (report,) = fsck(folder)

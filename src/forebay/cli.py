@@ -325,9 +325,14 @@ def fsck(
         else:
             for report in reports:
                 facts = report.as_dict()
-                problems, repaired = facts.pop("problems"), facts.pop("repaired")
+                problems, repaired, left = facts.pop("problems"), facts.pop("repaired"), facts.pop("left")
                 _print_table(
-                    [*facts.items(), *(("problem", p) for p in problems), *(("repaired", r) for r in repaired)]
+                    [
+                        *facts.items(),
+                        *(("problem", p) for p in problems),
+                        *(("repaired", r) for r in repaired),
+                        *(("left", p) for p in left),
+                    ]
                 )
         if not all(report.sound for report in reports):
             raise typer.Exit(EXIT_DAMAGED)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from forebay.kvstore.errors import ForebayError
 from forebay.tiers.ssd import recovery, tombstones
@@ -33,6 +33,7 @@ from forebay.tiers.ssd.layout import Record
 from forebay.tiers.ssd.tombstones import Tombstone, TombstonesLost
 
 Progress = Callable[[int, int], None]
+_MOVING: Final = ".moving"
 
 
 class NotChecked(ForebayError):
@@ -41,7 +42,8 @@ class NotChecked(ForebayError):
 
 @dataclass
 class Report:
-    """What was found in one directory. problems: what is wrong, a line each; repaired: what was done about it."""
+    """What was found in one directory. problems: what is wrong, a line each; repaired: what was done about it; left: what a
+    look after the repair still found."""
 
     directory: str
     segments: int = 0
@@ -52,10 +54,11 @@ class Report:
     index_entries: int = 0
     problems: list[str] = field(default_factory=list)
     repaired: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
 
     @property
     def sound(self) -> bool:
-        return not self.problems or bool(self.repaired)
+        return not self.problems or (bool(self.repaired) and not self.left)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "sound": self.sound}
@@ -75,7 +78,12 @@ def check(path: Path, *, repair: bool = False, take_over: bool = False, progress
             report = Report(str(path))
             bad = _look(home, files, report, progress)
             if repair and report.problems:
+                if _rename(home, files, report):
+                    bad = _look(home, files, Report(str(path)), progress)
                 _repair(home, files, bad, report)
+                again = Report(str(path))
+                _look(home, files, again, progress)
+                report.left = again.problems
             return report
     except (DirectoryRefused, OSError) as exc:
         raise NotChecked(str(exc)) from exc
@@ -184,6 +192,36 @@ def _compare(
         catalog.close()
     if astray:
         report.problems.append(f"{astray} entries of the index lead to no record")
+
+
+def _rename(home: Home, files: Files, report: Report) -> int:
+    """Give segment files that stand under another's number their own name again. Returns how many. Raises: OSError."""
+    for name in files.names(home.segments):
+        path = home.segments / name
+        if path.suffix == _MOVING and not path.with_suffix(".seg").exists():  # a repair was killed here
+            files.rename(path, path.with_suffix(".seg"))
+    claims: dict[int, list[int]] = {}
+    for number in home.segment_numbers(files):
+        fd = files.open(home.segment(number), os.O_RDONLY)
+        try:
+            header = recovery.read_header(files, fd, home.id)
+        finally:
+            files.close(fd)
+        claims.setdefault(number if header is None else header.segment, []).append(number)
+    held = {number for numbers in claims.values() for number in numbers}
+    moves = {numbers[0]: own for own, numbers in claims.items() if len(numbers) == 1 and numbers[0] != own}
+    # Whose right place is held by a file that stays goes nowhere: there it would take the place of that one.
+    while blocked := [number for number, own in moves.items() if own in held and own not in moves]:
+        for number in blocked:
+            del moves[number]
+    for number in moves:
+        files.rename(home.segment(number), home.segment(number).with_suffix(_MOVING))
+    for number, own in moves.items():
+        files.rename(home.segment(number).with_suffix(_MOVING), home.segment(own))
+    files.fsync_folder(home.segments)
+    if moves:
+        report.repaired.append(f"{len(moves)} segment files got their own names again")
+    return len(moves)
 
 
 def _repair(home: Home, files: Files, bad: list[Record], report: Report) -> None:
