@@ -29,6 +29,8 @@ _MOST_PIECE_BYTES: Final = 32 << 20
 _MOST_HOLES: Final = 4  # then the rest is given up: it was most likely evicted, and every question costs a round trip
 _WAIT_SHARE: Final = 0.9  # of what is left, for the daemon's wait: its answer must come back in time, too
 _UNKNOWN, _READY, _HOLE = range(3)
+_RAM: Final = "ram"
+RESIDENT: Final = "resident"  # was in the engine's pool when the rest was matched
 _ANSWERS: Final = (None, True, False)
 _digest = xxhash.xxh3_64_intdigest
 
@@ -158,11 +160,9 @@ def _take(
 ) -> int:
     """Copy a piece's blocks into their slots. Returns how many leading ones are good."""
     views, tiers = piece.views, piece.tiers
-    checksums = None
-    if not remote and (
-        wanted.verify_all or any(tier != "ram" for tier in (*tiers, *wanted.tiers[first : first + len(views)]))
-    ):
-        checksums = piece.checksums()
+    matched = wanted.tiers[first : first + len(views)]
+    below = {tier for tier in (*matched, *tiers) if tier not in (_RAM, RESIDENT)}
+    checksums = piece.checksums() if (wanted.verify_all or below) and not remote else None
     good = 0
     for i, payload in enumerate(views):
         expected = Expected(layout, checksums[i]) if checksums is not None else None
@@ -177,7 +177,7 @@ def _take(
     for i in range(good):
         load.settle(first + i, True)
         was = wanted.tiers[first + i]
-        done.blocks[tiers[i] if was == "ram" else was] += 1
+        done.blocks[was if was in below else tiers[i]] += 1
     return good
 
 
@@ -205,7 +205,7 @@ class _Received:
 
     def __init__(self, views: list[memoryview]) -> None:
         self.views = views
-        self.tiers = ["ram"] * len(views)
+        self.tiers = [_RAM] * len(views)
 
     def checksums(self) -> list[list[int]]:
         return []

@@ -23,7 +23,7 @@ from forebay.clients import Client, HttpClient, Namespace, TierRun
 from forebay.engine.prefix import EngineLoad, Load, Match, Store, Timings
 from forebay.engine_adapter.bundled import loading
 from forebay.engine_adapter.bundled.link import AnyClient, Link
-from forebay.engine_adapter.bundled.loading import BlockLoad, Wanted
+from forebay.engine_adapter.bundled.loading import RESIDENT, BlockLoad, Wanted
 from forebay.engine_adapter.bundled.pool import PoolBytes
 from forebay.engine_adapter.bundled.storing import Batch, Storer
 from forebay.kvstore.cost import PrefillFitter, PrefillModel
@@ -38,15 +38,13 @@ _LEAST_WAIT_S, _MOST_WAIT_S = 0.05, 1.0  # for the daemon's answer to a match, w
 _LOAD_THREADS: Final = 4
 _MOST_ASKED: Final = 4096  # matches that nobody fetched, of requests that went away
 _QUEUE_BYTES: Final = 256 << 20
-_RESIDENT: Final = "resident"
 
 
 @dataclass(frozen=True)
 class Found:
-    """A match (`Match` in engine/prefix.py). tiers: of each block from `first` to `load_blocks`, where it was."""
+    """A match (`Match` in engine/prefix.py). tiers: of each block before `load_blocks`, where it was."""
 
     load_blocks: int = 0
-    first: int = 0
     tiers: Sequence[str] = ()
     keys: Sequence[bytes] = field(default=(), repr=False)
     words: npt.NDArray[np.uint32] | None = field(default=None, repr=False)
@@ -141,20 +139,15 @@ class ForebayPrefixStore:
         return ask.found
 
     def load(self, plan: Match, first: int, slots: Sequence[int]) -> Load:
-        if (
-            not isinstance(plan, Found)
-            or plan.words is None
-            or first < plan.first
-            or first + len(slots) > plan.load_blocks
-        ):
-            raise InvariantViolation(f"blocks {first} to {first + len(slots)} are not in the plan {plan}")
-        load = BlockLoad(len(slots), time.monotonic() + plan.give_up_s)
         end, size = first + len(slots), self.facts.block_tokens
+        if not isinstance(plan, Found) or plan.words is None or end > plan.load_blocks:
+            raise InvariantViolation(f"blocks {first} to {end} are not in the plan {plan}")
+        load = BlockLoad(len(slots), time.monotonic() + plan.give_up_s)
         wanted = Wanted(
             plan.keys[first:end],
             plan.words[first * size : end * size],
             list(slots),
-            plan.tiers[first - plan.first : end - plan.first],
+            plan.tiers[first:end],
             self._verify_all,
         )
         self._loads.add(load)
@@ -239,7 +232,7 @@ class ForebayPrefixStore:
             return _NOTHING
         busy_s = model.predict(0, engine.waiting_tokens)
         made = self._planner(
-            [TierRun(_RESIDENT, resident), *matched.runs],
+            [TierRun(RESIDENT, resident), *matched.runs],
             matched.estimates,
             model,
             block_tokens=size,
@@ -256,7 +249,9 @@ class ForebayPrefixStore:
         spared_s = model.predict(resident * size, made.load_blocks * size)
         self._begin_loading(namespace, keys[resident:end], tiers, spared_s)
         words = token_words(token_ids)[: end * size]
-        return Found(end, resident, tiers, keys, words, made, busy_s + max(spared_s, _LEAST_WAIT_S))
+        # Blocks that were resident may have gone when the load begins: they can be asked for, too.
+        tiers = [RESIDENT] * resident + tiers
+        return Found(end, tiers, keys, words, made, busy_s + max(spared_s, _LEAST_WAIT_S))
 
     def _begin_loading(self, namespace: Any, keys: Sequence[bytes], tiers: Sequence[str], timeout_s: float) -> None:
         """Have what lies below RAM brought up at once, while the engine finds slots for it."""
