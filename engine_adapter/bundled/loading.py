@@ -48,8 +48,8 @@ class BlockLoad:
         return _ANSWERS[self._states[i]]
 
     def cancel(self) -> None:
-        with self._copying:  # held for one block's copy at most
-            self._stopped = True
+        self._stopped = True  # said first: else the copying thread could take the lock again, block after block
+        with self._copying:
             for i, state in enumerate(self._states):
                 if state == _UNKNOWN:
                     self._states[i] = _HOLE
