@@ -20,7 +20,10 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of the Llama family. architecture: "qwen2", "qwen3" or "llama". context_tokens: what it was made for."""
+    """A decoder of the Llama family. architecture: "qwen2", "qwen3" or "llama". context_tokens: what it was made for.
+
+    Raises: ValueError, when its sizes don't fit each other.
+    """
 
     architecture: str
     layers: int
@@ -38,6 +41,22 @@ class ModelConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in (
+            "layers",
+            "hidden",
+            "intermediate",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "vocab_size",
+            "context_tokens",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}")
+        if self.heads % self.kv_heads or self.head_dim % 2:
+            raise ValueError(f"{self.heads} heads over {self.kv_heads} KV heads of {self.head_dim}")
 
 
 @dataclass(frozen=True)

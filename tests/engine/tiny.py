@@ -26,7 +26,7 @@ def tiny_config(architecture: str = "qwen2") -> ModelConfig:
         context_tokens=1024,
         norm_eps=1e-6,
         rope_theta=10_000.0,
-        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64) if architecture == "llama" else None,
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192) if architecture == "llama" else None,
         tie_embeddings=architecture == "qwen3",
         eos_token_ids=(2,),
         **FLAGS[architecture],
