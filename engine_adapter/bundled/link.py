@@ -31,7 +31,7 @@ class Away(ClientError):
 
 
 class Link:
-    """Any thread may use one; only `away`, `key_root` and `count` are for the engine's."""
+    """Any thread may use one; only `away`, `namespace_id` and `count` are for the engine's."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class Link:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.facts = facts
-        # What a daemon with one tenant says, until the daemon says otherwise. A key made from another root is sound too: it
-        # stands for the same facts, tokens and salt, and is looked up in the daemon's own namespace.
-        self.key_root = namespace_id(facts, tenant=_DEFAULT_TENANT, secret=PUBLIC_SECRET)
+        # What a daemon with one tenant says, until the daemon says otherwise. Keys made from another id are sound, too: they
+        # stand for the same facts, tokens and salt, and are looked up in the daemon's own namespace.
+        self.namespace_id = namespace_id(facts, tenant=_DEFAULT_TENANT, secret=PUBLIC_SECRET)
         self.counters: Counter[str] = Counter()
         self.reasons: dict[str, str] = {}
         self._make, self._clock, self._backoff_s = make, clock, backoff_s
@@ -68,7 +68,7 @@ class Link:
                 if self._client is None:
                     self._client = self._make()
                 self._namespace = self._client.open(self.facts, timeout_s=timeout_s)
-                self.key_root = self._namespace.id
+                self.namespace_id = self._namespace.id
             return self._namespace
 
     def worked(self) -> None:

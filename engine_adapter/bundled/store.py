@@ -97,6 +97,7 @@ class ForebayPrefixStore:
         self._finder = ThreadPoolExecutor(1, thread_name_prefix="forebay-engine-match")
         self._loaders = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="forebay-engine-load")
         self._loads: set[BlockLoad] = set()
+        self._key_root: bytes | None = None
         self._pool: PoolBytes | None = None
         self._storer: Storer | None = None
         self._finder.submit(self._meet)
@@ -110,8 +111,11 @@ class ForebayPrefixStore:
         self._storer = Storer(self._link, queue_bytes=min(self._queue_bytes, most))
 
     def keys(self, token_ids: Sequence[int], extras: bytes = b"") -> list[bytes]:
+        if self._key_root is None:
+            # For good: a sequence under way must find its blocks and claims under the keys it has.
+            self._key_root = self._link.namespace_id
         return block_keys(
-            self._link.key_root,
+            self._key_root,
             token_ids,
             self.facts.block_tokens,
             algorithm=self.facts.hash_algorithm,

@@ -19,6 +19,8 @@ from forebay.engine.prefix import EngineLoad, Load
 from forebay.engine_adapter.bundled import loading
 from forebay.engine_adapter.bundled.pool import PoolBytes
 from forebay.kvstore.cost import PrefillModel
+from forebay.kvstore.secretfile import write_secret_file
+from forebay.server import auth
 from tests.daemon_process import DaemonProcess, eventually, serving
 from tests.engine_adapter.bundled_tools import BT, CONFIG, Engine, engine, facts, prompt, settled
 
@@ -82,6 +84,22 @@ def test_a_daemon_that_was_never_there_costs_nothing_and_is_found_when_it_comes(
             assert one.keep(ids) == keys  # made before a daemon was known, and right
             found_again(one, ids, 4)
             late.audit()
+
+
+def test_another_tenant_is_served_also_under_keys_made_before_it_was_known(tmp_path: Path) -> None:
+    write_secret_file(tmp_path / "secret", auth.new_secret())
+    rights = {"tenant": "acme", "token_sha256": auth.token_digest("t").hex(), "rights": ["read", "write"]}
+    options: dict[str, Any] = {"tenants": {"acme": {"secret_file": str(tmp_path / "secret")}}}
+    ids = prompt(12, 4)
+    with engine(tmp_path / "d.sock", token="t") as early:
+        early.store.keys(ids)
+        with DaemonProcess(tmp_path, credentials={"a": rights}, **options) as daemon:
+            eventually(lambda: early.keep(ids) and early.match(ids).load_blocks, lambda found: found == 4)
+            assert early.load(early.match(ids), 0, range(4)) == [True] * 4
+            with engine(daemon.socket, token="t") as late:
+                eventually(lambda: late.store._link.namespace_id != early.store._key_root, bool)
+                assert late.keep(ids) != early.store.keys(ids)  # made after the daemon had told its id
+                assert late.match(ids).load_blocks == 4
 
 
 def test_cancel_returns_only_when_no_copy_can_write_any_more(
