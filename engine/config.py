@@ -64,7 +64,9 @@ class EngineConfig:
     """
     block_tokens: tokens a block of the pool, and of the store. pool_blocks: None takes what `pool_bytes` holds.
     step_tokens: most tokens computed in one forward pass; long prompts are cut into chunks of what is left of it.
-    max_sequences: run at once. max_context_tokens: None takes the model's own limit.
+    max_sequences: run at once, not more than step_tokens. max_context_tokens: None takes the model's own limit.
+    match_wait_s: longest wait for what the store advises; shorter where computing would be. stall_s: a request that gets no
+    block for so long, though nothing else runs, fails.
     """
 
     precision: Precision = "bf16"
@@ -75,6 +77,8 @@ class EngineConfig:
     max_sequences: int = 64
     max_context_tokens: int | None = None
     max_waiting: int = 1024
+    match_wait_s: float = 1.0
+    stall_s: float = 30.0
     device: str = "cpu"
     threads: int | None = None
     store_generated: bool = True
