@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from forebay import __version__, cli_token
+from forebay import __version__, cli_engine, cli_token
 from forebay.kvstore.errors import DaemonTimeout, DaemonUnavailable, ForebayError
 
 if TYPE_CHECKING:
@@ -51,7 +51,9 @@ app = typer.Typer(
 
       forebay stats tiers.ram       what has it done?
 
-      forebay config                which settings hold, and where each came from""",
+      forebay config                which settings hold, and where each came from
+
+      forebay engine --help         the bundled engine: a server, a chat, one answer""",
     epilog=EXIT_CODES,
 )
 bench_app = typer.Typer(
@@ -63,6 +65,7 @@ bench_app = typer.Typer(
     epilog=EXIT_CODES,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(cli_engine.app, name="engine", epilog=EXIT_CODES)
 app.add_typer(cli_token.app, name="token", epilog=EXIT_CODES)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
