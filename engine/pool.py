@@ -163,6 +163,17 @@ class BlockPool:
         """Whether all values of the block are: a NaN or an infinity anywhere stays one in the sum."""
         return bool(torch.isfinite(self.tensor[block].sum(dtype=torch.float64)))
 
+    def forget(self, key: bytes) -> bool:
+        """Find nothing under this key any more; the block is free once nobody uses it. False if nothing was there."""
+        block = self._by_key.get(key)
+        if block is None:
+            return False
+        if self.is_idle(block):
+            self._forget(block)
+        else:
+            self._unfile(block)
+        return True
+
     def clear_cache(self) -> int:
         """Forget all blocks that nobody uses or holds; how many."""
         idle = [block for block in range(self.total) if self.is_idle(block)]
@@ -240,12 +251,16 @@ class BlockPool:
 
     def _forget(self, block: int) -> None:
         """From cached to free."""
+        self._unfile(block)
+        self._idle -= 1
+        self._free.append(block)
+
+    def _unfile(self, block: int) -> None:
+        """Take its key away."""
         key, parent = self._keys[block], self._parents[block]
         assert key is not None
         del self._by_key[key]
         self._keys[block] = self._parents[block] = None
-        self._idle -= 1
-        self._free.append(block)
         if parent is None:
             return
         left = self._children.pop(parent) - 1
