@@ -1,0 +1,243 @@
+"""The whole engine over a daemon: warm answers are the cold ones bit by bit, and a daemon in trouble fails no request."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forebay.clients import Client
+from forebay.embedded import EmbeddedDaemon
+from forebay.engine.async_engine import AsyncEngine
+from forebay.engine.config import EngineConfig
+from forebay.engine.llm import LLM
+from forebay.engine.outputs import RequestOutput
+from forebay.engine.params import SamplingParams
+from forebay.engine_adapter.bundled import ForebayPrefixStore, connect, namespace_facts
+from forebay.kvstore.cost import PrefillModel
+from forebay.kvstore.identity import NamespaceFacts
+from forebay.kvstore.plan import Plan, plan
+from tests.daemon_process import MIB, DaemonProcess, serving
+from tests.engine.tiny import tiny_model
+
+BT = 8
+CONFIG = EngineConfig(precision="fp64", block_tokens=BT, pool_blocks=96, step_tokens=64, max_sequences=16)
+PARAMS = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, seed=5, logprobs=4, ignore_eos=True)
+
+
+def eager(runs: Any, estimates: Any, prefill: PrefillModel, **given: Any) -> Plan:
+    """The real planner on a slow engine: computing a tiny model is quicker than any load."""
+    return plan(runs, estimates, PrefillModel(t0=0.0, a=1.0, b=0.0), **given)
+
+
+def facts(precision: Any = "fp64", dtype: torch.dtype = torch.float64) -> NamespaceFacts:
+    model = tiny_model()
+    return namespace_facts(
+        model.config, weights_digest=b"tiny", precision=precision, kv_dtype=dtype, block_tokens=BT,
+        head_groups=model.config.kv_heads,
+    )  # fmt: skip
+
+
+def open_store(where: Path | str, **options: Any) -> ForebayPrefixStore:
+    prior = PrefillModel(t0=0.0, a=0.01, b=0.0)
+    return connect(where, facts(), **({"prior": prior, "planner": eager, "backoff_s": 0.05} | options))
+
+
+@contextmanager
+def llm(where: Path | str | None, **options: Any) -> Iterator[tuple[LLM, ForebayPrefixStore | None]]:
+    store = open_store(where, **options) if where is not None else None
+    with LLM(tiny_model(), config=CONFIG, store=store) as engine:
+        yield engine, store
+        if store is not None:
+            assert store.wait_stored(10)
+        engine.core.step()
+        engine.core.check_idle()
+
+
+def prompts(seed: int, count: int = 6) -> list[list[int]]:
+    """Some that share a beginning, some that end on a block's end."""
+    rng = random.Random(seed)
+    common = rng.choices(range(3, 128), k=45)
+    return [common + rng.choices(range(3, 128), k=rng.choice([1, 3, 11, 19])) for _ in range(count)]
+
+
+def same(cold: list[RequestOutput], warm: list[RequestOutput]) -> bool:
+    """Equal tokens, and log-probabilities as far as chunks of other shapes round alike in fp64."""
+
+    def told(output: RequestOutput) -> list[float]:
+        return [value for one in output.logprobs or () for value in (one.logprob, *(some for _, some in one.top))]
+
+    pairs = list(zip(cold, warm, strict=True))
+    return all(
+        one.token_ids == other.token_ids and told(one) == pytest.approx(told(other), abs=1e-9) for one, other in pairs
+    )
+
+
+def cold(seed: int) -> list[RequestOutput]:
+    with llm(None) as (engine, _):
+        return engine.generate(prompts(seed), PARAMS)
+
+
+def fill(where: Path | str, seed: int, **options: Any) -> list[bytes]:
+    """Another engine computes the prompts. Returns the keys of all their blocks."""
+    with llm(where, **options) as (engine, store):
+        assert store is not None
+        assert same(cold(seed), engine.generate(prompts(seed), PARAMS))
+        assert store.wait_stored(10)
+        return [key for ids in prompts(seed) for key in store.keys(ids)]
+
+
+def check_warm(where: Path | str, seed: int, tier: str, **options: Any) -> None:
+    """A fresh engine gives the cold answers from what `tier` has."""
+    with llm(where, **options) as (engine, store):
+        assert store is not None
+        warm = engine.generate(prompts(seed), PARAMS)
+        assert same(cold(seed), warm)
+        assert sum(output.cached_tokens.store for output in warm) >= 5 * BT
+        assert store.stats()["counters"][f"loaded_blocks_{tier}"] >= 5
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    yield from serving(tmp_path_factory.mktemp("daemon"), tcp=True)
+
+
+def test_warm_is_cold_from_ram(running: DaemonProcess) -> None:
+    fill(running.socket, 1)
+    check_warm(running.socket, 1, "ram")
+    running.at_base()
+
+
+def test_warm_is_cold_over_tcp(running: DaemonProcess) -> None:
+    fill(running.tcp, 2, token=running.token)
+    check_warm(running.tcp, 2, "ram", token=running.token)
+    running.at_base()
+
+
+def test_warm_is_cold_from_ssd_after_a_kill(tmp_path: Path) -> None:
+    ssd = {"ssd_bytes": 256 * MIB, "ssd_dirs": str(tmp_path / "ssd"), "ssd_reserve_bytes": 0}
+    with DaemonProcess(tmp_path, **ssd) as daemon:
+        keys = fill(daemon.socket, 3)
+        with Client(daemon.socket) as client:
+            flushed = client.open(facts()).flush(list(dict.fromkeys(keys)))
+            assert not flushed.missing and not flushed.failed
+        daemon.kill()
+        daemon.start()
+        check_warm(daemon.socket, 3, "ssd")
+
+
+def test_warm_is_cold_from_an_embedded_store(tmp_path: Path) -> None:
+    small: dict[str, Any] = {
+        "ram_bytes": 16 * MIB,
+        "extent_bytes": MIB,
+        "memory_reserve_bytes": 0,
+        "ssd_reserve_bytes": 0,
+    }
+    small |= {"ssd_bytes": 256 * MIB, "ssd_dirs": str(tmp_path / "ssd"), "drain_s": 10.0}
+    with EmbeddedDaemon(**small) as daemon:
+        fill(daemon.socket, 4)
+        check_warm(daemon.socket, 4, "ram")
+    with EmbeddedDaemon(**small) as daemon:
+        check_warm(daemon.socket, 4, "ssd")
+
+
+def test_a_salt_keeps_requests_apart_in_pool_and_store(running: DaemonProcess) -> None:
+    ids = [prompts(5)[0]]
+    mine = SamplingParams(max_tokens=4, temperature=0.0, cache_salt=b"mine")
+    with llm(running.socket) as (engine, _):
+        engine.generate(ids, mine)
+        assert engine.generate(ids, SamplingParams(max_tokens=4, temperature=0.0))[0].cached_tokens.total == 0
+    with llm(running.socket) as (engine, _):
+        yours = SamplingParams(max_tokens=4, temperature=0.0, cache_salt=b"yours")
+        assert engine.generate(ids, yours)[0].cached_tokens.total == 0
+        assert engine.generate(ids, mine)[0].cached_tokens.store > 0
+    running.at_base()
+
+
+def test_holes_are_computed_and_the_answer_is_the_cold_one(running: DaemonProcess) -> None:
+    fill(running.socket, 6)
+    with llm(running.socket) as (engine, store), Client(running.socket) as client:
+        assert store is not None
+        keys = store.keys(prompts(6)[0])
+        namespace = client.open(facts())
+        match = Deleting(store, namespace, keys[2:3])
+        warm = engine.generate(prompts(6), PARAMS)
+        assert match.deleted == 1
+        assert same(cold(6), warm)
+        assert store.stats()["counters"]["load_holes_blocks"]
+        assert warm[0].cached_tokens.store >= 4 * BT  # what lies behind the hole was used, too
+    running.at_base()
+
+
+class Deleting:
+    """Deletes blocks between a store's first match and its load."""
+
+    def __init__(self, store: ForebayPrefixStore, namespace: Any, keys: list[bytes]) -> None:
+        self.deleted = 0
+        load = store.load
+
+        def first_delete(*given: Any) -> Any:
+            self.deleted += namespace.delete(keys)
+            return load(*given)
+
+        store.load = first_delete  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("trouble", ["kill", "stall"])
+def test_a_daemon_in_trouble_under_load_fails_no_request(tmp_path: Path, trouble: str) -> None:
+    rng = random.Random(7)
+    asked = [prompts(rng.randrange(4), 1)[0] for _ in range(120)]
+    greedy = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    with llm(None) as (engine, _):
+        expected = [output.token_ids for output in engine.generate(asked, greedy)]
+
+    async def run(daemon: DaemonProcess, store: ForebayPrefixStore) -> list[tuple[int, ...]]:
+        served = AsyncEngine(tiny_model(), config=CONFIG, store=store)
+        answers: dict[int, tuple[int, ...]] = {}
+
+        async def one(index: int) -> None:
+            tokens: list[int] = []
+            async for output in served.generate(asked[index], greedy):
+                assert output.error is None
+                tokens += output.token_ids
+            answers[index] = tuple(tokens)
+            if index % 8 == 0:
+                await served.clear_cache()  # so that later ones ask the store again
+
+        async def client(first: int) -> None:
+            for index in range(first, len(asked), 8):
+                await one(index)
+
+        async def disturb() -> None:
+            for _ in range(3):
+                await asyncio.sleep(0.15)
+                if trouble == "kill":
+                    await asyncio.to_thread(daemon.kill)
+                    await asyncio.sleep(0.1)
+                    await asyncio.to_thread(daemon.start)
+                else:
+                    daemon.signal(signal.SIGSTOP)
+                    await asyncio.sleep(0.3)
+                    daemon.signal(signal.SIGCONT)
+
+        await asyncio.gather(disturb(), *(client(first) for first in range(8)))
+        await asyncio.to_thread(store.wait_stored, 10)
+        await asyncio.sleep(0.05)
+        await served.check_idle()
+        assert served.healthy
+        await served.close()
+        return [answers[index] for index in range(len(asked))]
+
+    with DaemonProcess(tmp_path) as daemon:
+        store = open_store(daemon.socket)
+        assert asyncio.run(run(daemon, store)) == expected
+        counters = store.stats()["counters"]
+        assert counters["loads"] and any("Daemon" in name for name in counters), counters
+        daemon.at_base()
