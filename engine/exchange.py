@@ -151,26 +151,30 @@ class Exchange:
                 unknown = True
             elif ready:
                 seq.states[i] = BlockState.READY
-                seq.store_blocks += 1
+                seq.store_blocks += seq.first_token is None
                 self.publish(seq, i)
             else:
                 self._hole(seq, i)
         return unknown
 
     def _stop_load(self, seq: SequenceState, load: Load, first: int, count: int) -> None:
+        """Afterwards none of these blocks is LOADING."""
+        mine = range(first, first + count)
         try:
             load.cancel()
-            self._take_ready(seq, load, first, count)
         except Exception as exc:
-            # A copy may still be on its way: these blocks stay out of the pool for good, and the sequence gets others.
             self._failed(exc)
-            for i in range(first, first + count):
+            for i in mine:
                 if seq.states[i] is BlockState.LOADING:
+                    # A copy may still be on its way: the block stays out of the pool for good, and another is to be had.
                     self._pool.hold(seq.blocks[i])
                     self._pool.release([seq.blocks[i]])
                     seq.lose_block(i)
-            return
-        for i in range(first, first + count):
+        try:
+            self._take_ready(seq, load, first, count)
+        except Exception as exc:
+            self._failed(exc)
+        for i in mine:
             if seq.states[i] is BlockState.LOADING:
                 self._hole(seq, i)
 

@@ -150,7 +150,9 @@ class Scheduler:
         seq.admissions += 1
         if seq.admissions == 1:
             seq.admitted = self._clock()
+        if seq.first_token is None:
             seq.pool_blocks = sum(block is not None for block in found)
+            seq.store_blocks = 0
         if todo and seq.params.load:
             self._exchange.ask(seq, todo * size)
         return True
@@ -188,7 +190,7 @@ class Scheduler:
             if block is not None:
                 self._pool.take(block)
                 seq.set_block(i, block, BlockState.READY)
-                seq.pool_blocks += seq.admissions == 1
+                seq.pool_blocks += seq.first_token is None
                 continue
             if self._pool.claimant(key) not in (None, seq) or (block := self._allocate(seq)) is None:
                 seq.awaits = bool(seq.blocks)

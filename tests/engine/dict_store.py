@@ -95,6 +95,7 @@ class _Store:
 class DictStore(NullPrefixStore):
     def __init__(self, block_tokens: int, trouble: Trouble | None = None, seed: int = 0) -> None:
         super().__init__(block_tokens)
+        self.block_tokens = block_tokens
         self.blocks: dict[bytes, torch.Tensor] = {}
         self.trouble = trouble or Trouble()
         self.clock = Clock()
@@ -111,7 +112,7 @@ class DictStore(NullPrefixStore):
 
     def fork(self, trouble: Trouble | None = None, seed: int = 0) -> DictStore:
         """Another engine's store over the same blocks."""
-        other = DictStore(self._block_tokens, trouble, seed)
+        other = DictStore(self.block_tokens, trouble, seed)
         other.blocks = self.blocks
         return other
 
