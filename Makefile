@@ -1,5 +1,6 @@
 # Every target makes its own environment first; after that, only what changed is done again.
-#   make demo    the story: a prefix outlives the engine that computed it (real 0.5B model, no root needed)
+#   make demo    the story: a prefix outlives the engine that computed it (real 0.5B model, no root needed);
+#                demo-transformers tells it through the adapter for Hugging Face transformers
 #   make test    the quick tests        make slow    the longer suites      make test-faults   20,000 seeded faults
 #   make lint    ruff and mypy          make fmt     format in place
 #   make bench   measure this machine   make model   fetch the demo model
@@ -12,11 +13,11 @@ KILLS ?= 100
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test slow test-faults lint fmt bench model clean help
+.PHONY: demo demo-transformers test slow test-faults lint fmt bench model clean help
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '2,5s/^# //p' Makefile
+	@sed -n '2,6s/^# //p' Makefile
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -27,6 +28,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP) model
 	$(BIN)/python bench/demo.py $(DEMO_FLAGS)
+
+demo-transformers: $(STAMP) model
+	$(BIN)/python bench/demo_transformers.py $(DEMO_FLAGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(TEST_FLAGS)

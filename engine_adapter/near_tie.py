@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from forebay.engine_adapter.hf_cache import KVBuffer
-from forebay.engine_adapter.hf_identity import examine
+from forebay.engine.batch import Batch, CausalModel, Span
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,10 @@ def largest_logit_change(model: Any, ids: Sequence[int], split: int, keep: int) 
     """
     if not 0 < split <= len(ids) - keep:
         raise ValueError(f"can't split {len(ids)} tokens at {split} and keep {keep}")
+    # Imported here, since transformers takes seconds and the engine's rule doesn't need it.
+    from forebay.engine_adapter.hf_cache import KVBuffer
+    from forebay.engine_adapter.hf_identity import examine
+
     forward, shape = examine(model)
     tensor = torch.tensor([list(ids)], device=model.device)
     with torch.inference_mode():
@@ -84,3 +88,28 @@ def largest_logit_change(model: Any, ids: Sequence[int], split: int, keep: int) 
         forward(model, tensor[:, :split], cache, 0)
         chunked = forward(model, tensor[:, split:], cache, split, keep).float()
     return float((whole - chunked).abs().max())
+
+
+def largest_engine_logit_change(
+    model: CausalModel, ids: Sequence[int], split: int, keep: int, block_tokens: int
+) -> float:
+    """The same for a model of the bundled engine. Raises: ValueError: the parts make no sense."""
+    if not 0 < split <= len(ids) - keep:
+        raise ValueError(f"can't split {len(ids)} tokens at {split} and keep {keep}")
+    config, blocks = model.config, -(-len(ids) // block_tokens)
+    shape = (blocks, config.kv_heads, config.layers, 2, block_tokens, 1, config.head_dim)
+    wanted = torch.arange(len(ids) - keep, len(ids))
+
+    def computed(*bounds: int) -> torch.Tensor:
+        pool = torch.zeros(shape, dtype=model.kv_dtype)
+        logits = torch.empty(0)
+        for start, end in pairwise(bounds):
+            rows = torch.arange(start, end)
+            span = Span(0, end - start, start, torch.arange(-(-end // block_tokens)))
+            tokens = torch.tensor(ids[start:end])
+            here = wanted[(wanted >= start) & (wanted < end)] - start
+            logits = model.forward(Batch(tokens, rows, rows, [span], here), pool)
+        return logits.float()
+
+    with torch.inference_mode():
+        return float((computed(0, len(ids)) - computed(0, split, len(ids))).abs().max())

@@ -1,4 +1,4 @@
-"""The demo's parts that can be wrong without anybody seeing it: the fetched file, and how bf16 is multiplied."""
+"""The demos' parts that can be wrong without anybody seeing it: the fetched file, how bf16 is multiplied, what is reported."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from forebay.engine_adapter.near_tie import judge
 from tests.engine_adapter.bench_tools import script
 from tests.engine_adapter.models import qwen
 
@@ -87,7 +88,7 @@ def test_wide_products_are_bf16_products_up_to_their_rounding(rows: int) -> None
     linear = torch.nn.Linear(96, 48).to(torch.bfloat16)
     x = torch.randn(1, rows, 96, dtype=torch.bfloat16)
     exact = torch.nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
-    linear.__class__ = script("demo_engine").WideLinear
+    linear.__class__ = script("demo_transformers_engine").WideLinear
     with torch.inference_mode():
         wide = linear(x)
     assert wide.dtype == torch.bfloat16
@@ -95,7 +96,7 @@ def test_wide_products_are_bf16_products_up_to_their_rounding(rows: int) -> None
 
 
 def test_the_story_has_a_web_project_of_three_kinds_and_a_short_second_turn() -> None:
-    demo = script("demo")
+    demo = script("demo_story")
     text = demo.first_turn()[1]["content"]
     assert all(f"{name}:\n```" in text for name in ("index.html", "styles.css", "app.js"))
     assert len(text) > 6000 and "login-button" in text
@@ -122,9 +123,43 @@ def story(ttft: float, warm: float, *, ok: bool = True, difference: int | None =
 
 
 def test_a_summary_takes_medians_and_the_worst_verdict() -> None:
-    rows = script("demo").summarise(story(10.0, 1.0, ok=False, difference=3))
+    report, names = script("demo_report"), script("demo_transformers").NAMES
+    rows = report.summarise(story(10.0, 1.0, ok=False, difference=3), names)
     assert [row["speedup"] for row in rows] == [1.0, 10.0, 10.0, 10.0, 10.0]
     assert not rows[1]["ok"] and rows[1]["output"] == "token 3: cold 1, warm 2"
     assert rows[2]["ok"] and rows[2]["identical"]
-    allowed = script("demo").summarise(story(10.0, 1.0, ok=True, difference=3))[1]
+    allowed = report.summarise(story(10.0, 1.0, ok=True, difference=3), names)[1]
     assert allowed["ok"] and not allowed["identical"]
+
+
+def test_what_the_engine_tells_of_a_run_becomes_its_tiers_bytes_and_misses() -> None:
+    usage = {"prompt_tokens_details": {"cached_tokens": 96}, "forebay": {"pool_tokens": 0, "store_tokens": 96}}
+    store = {
+        "loaded_blocks_ssd_total": 5.0,
+        "loaded_blocks_ram_total": 1.0,
+        "loaded_bytes_ssd_total": 500.0,
+        "loaded_bytes_ram_total": 100.0,
+        "loaded_blocks_s3_total": 0.0,
+        "predicted_load_seconds_total": 0.25,
+        "miss_not_stored_total": 0.0,
+        "queued_bytes": 3.0,
+    }
+    found = script("demo")._reuse(usage, store)
+    assert found["tiers"] == {"ssd": 5, "ram": 1} and found["payload_bytes"] == 600
+    assert (found["tokens"], found["predicted_load_s"], found["miss"]) == (96, 0.25, "")
+    assert script("demo_report")._share_below_ram(found["tiers"]) == pytest.approx(5 / 6)
+    usage["forebay"]["pool_tokens"] = 16
+    missed = script("demo")._reuse(usage, {"miss_not_stored_total": 1.0})
+    assert missed["tiers"] == {"pool": 16} and missed["miss"] == "not_stored"
+
+
+def test_a_near_tie_is_judged_by_what_the_api_tells_of_logits() -> None:
+    def told(*top: tuple[int, float]) -> dict[str, Any]:
+        return {"top_logprobs": [{"token_id": token, "logprob": value} for token, value in top]}
+
+    cold = {"tokens": [7, 8], "logprobs": [told((7, -0.5), (9, -1.5)), told((8, -0.7), (2, -0.71))]}
+    logits = script("demo")._told_logits(cold)
+    assert judge(cold["tokens"], [7, 2], logits, exact=False, logit_change=0.01).ok
+    assert not judge(cold["tokens"], [7, 2], logits, exact=True).ok
+    assert not judge(cold["tokens"], [9, 8], logits, exact=False, logit_change=0.01).ok  # a gap of 1
+    assert not judge(cold["tokens"], [7, 5], logits, exact=False, logit_change=0.01).ok  # not among those told

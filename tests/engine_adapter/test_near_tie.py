@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forebay.engine_adapter.near_tie import first_difference, judge, largest_logit_change
+from forebay.engine_adapter.near_tie import (
+    first_difference,
+    judge,
+    largest_engine_logit_change,
+    largest_logit_change,
+)
+from tests.engine.tiny import tiny_model
 from tests.engine_adapter.models import qwen
 
 COLD = [5, 6, 7]
@@ -64,3 +70,20 @@ def test_the_change_that_chunking_makes_is_measured() -> None:
     assert largest_logit_change(model, ids, split=40, keep=4) > 1e-6
     with pytest.raises(ValueError, match="split"):
         largest_logit_change(model, ids, split=57, keep=4)
+
+
+def test_chunking_changes_the_engines_logits_by_rounding_only_and_by_more_in_sixteen_bits() -> None:
+    ids = [3 + 7 * i % 90 for i in range(70)]
+
+    def change(dtype: torch.dtype) -> float:
+        model = tiny_model(dtype=dtype)
+        return max(largest_engine_logit_change(model, ids, split, 5, block_tokens=16) for split in range(30, 60, 3))
+
+    assert change(torch.float64) < 1e-10
+    assert 1e-3 < change(torch.bfloat16) < 1
+
+
+@pytest.mark.parametrize("split", [0, 66, 70])
+def test_a_split_that_leaves_too_little_is_refused_for_the_engine_too(split: int) -> None:
+    with pytest.raises(ValueError, match="can't split"):
+        largest_engine_logit_change(tiny_model(), list(range(70)), split, 5, block_tokens=16)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +13,7 @@ import torch
 
 from forebay.engine_adapter.near_tie import judge, largest_logit_change
 from forebay.engine_adapter.transformers import PrefixReuse
-from tests.engine_adapter.bench_tools import script
+from tests.engine_adapter.bench_tools import BENCH, script
 from tests.engine_adapter.fake_client import FakeClient
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -24,7 +28,7 @@ def test_a_warm_answer_of_the_real_model_keeps_the_rule(precision: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(2)
-    fetch, demo_engine = script("fetch_model"), script("demo_engine")
+    fetch, demo_engine = script("fetch_model"), script("demo_transformers_engine")
     folder = fetch.cache_dir() / fetch.FOLDER_NAME
     if not folder.exists():
         pytest.skip(f"{fetch.NAME} was not fetched: make model")
@@ -49,3 +53,15 @@ def test_a_warm_answer_of_the_real_model_keeps_the_rule(precision: str) -> None:
     verdict = judge(cold.tokens, warm.tokens, cold.logits, exact=exact, logit_change=change)
     assert verdict.ok, verdict.text
     assert torch.isfinite(cold.logits).all()
+
+
+def test_the_story_is_told_through_the_transformers_adapter_too(tmp_path: Path) -> None:
+    fetch = script("fetch_model")
+    if not (fetch.cache_dir() / fetch.FOLDER_NAME).exists():
+        pytest.skip(f"{fetch.NAME} was not fetched: make model")
+    command = [sys.executable, str(BENCH / "demo_transformers.py"), "--small", "--precision", "bf16"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "demo.json").read_text())["summary"]["bf16"]
+    assert [row["key"] for row in rows] == list("abcde") and all(row["ok"] for row in rows)
+    assert all(row["reused_tokens"] > 1500 and row["ttft_s"] < rows[0]["ttft_s"] for row in rows[1:])
