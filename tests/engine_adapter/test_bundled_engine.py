@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from forebay.clients import Client
+from forebay.clients import Client, Namespace
 from forebay.embedded import EmbeddedDaemon
 from forebay.engine.async_engine import AsyncEngine
 from forebay.engine.config import EngineConfig
@@ -241,3 +243,98 @@ def test_a_daemon_in_trouble_under_load_fails_no_request(tmp_path: Path, trouble
         counters = store.stats()["counters"]
         assert counters["loads"] and any("Daemon" in name for name in counters), counters
         daemon.at_base()
+
+
+@pytest.fixture(scope="module")
+def layered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """With so little RAM that blocks of earlier lives are mostly on disk."""
+    folder = tmp_path_factory.mktemp("layered")
+    ssd = {"ssd_bytes": 512 * MIB, "ssd_dirs": str(folder / "ssd"), "ssd_reserve_bytes": 0}
+    yield from serving(folder, tcp=True, ram_bytes=2 * MIB, **ssd)
+
+
+def push_out(space: Namespace, rng: random.Random) -> None:
+    """Store so many other blocks that RAM has room for no older ones."""
+    layout = space.layout()
+    count = 4 * MIB // layout.object_bytes
+    ids = rng.choices(range(1 << 20), k=count * layout.block_tokens)
+    space.put(space.keys(ids), ids, [bytes(layout.payload_bytes)] * count)
+
+
+def a_life(daemon: DaemonProcess, seed: int) -> Counter[str]:
+    """A random engine computes random prompts; another one, over another door, gives the answers of one that has no store.
+
+    Returns what its store counted.
+    """
+    rng = random.Random(seed)
+    model = tiny_model(rng.choice(["qwen2", "qwen3", "llama"]), seed)
+    size = rng.choice([4, 8, 16])
+    common = rng.choices(range(3, 128), k=rng.randrange(3 * size, 60))
+    asked = [
+        common[: rng.randrange(1, len(common) + 1)] + rng.choices(range(3, 128), k=rng.randrange(1, 30))
+        for _ in range(6)
+    ]
+    params = [
+        SamplingParams(
+            max_tokens=rng.randrange(1, 20),
+            temperature=rng.choice([0.0, 0.7, 1.3]),
+            top_p=rng.choice([1.0, 0.9]),
+            top_k=rng.choice([0, 20]),
+            repetition_penalty=rng.choice([1.0, 1.2]),
+            seed=rng.randrange(1 << 40),
+            ignore_eos=rng.random() < 0.5,
+        )
+        for _ in asked
+    ]
+
+    def config(roomy: bool = False) -> EngineConfig:
+        most = max(len(ids) for ids in asked) + 20
+        blocks = 400 if roomy else -(-most // size) + rng.randrange(2, 40)
+        steps, together = rng.choice([7, 32, 512]), rng.choice([1, 3, 16])
+        return EngineConfig("fp64", size, pool_blocks=blocks, step_tokens=steps, max_sequences=together)
+
+    names = namespace_facts(
+        model.config, weights_digest=str(seed).encode(), precision="fp64", kv_dtype=torch.float64, block_tokens=size,
+        head_groups=model.config.kv_heads,
+    )  # fmt: skip
+
+    def store() -> ForebayPrefixStore:
+        where, token = rng.choice([(daemon.socket, None), (daemon.tcp, daemon.token)])
+        return connect(where, names, prior=PrefillModel(t0=0.0, a=0.01, b=0.0), planner=eager, token=token)
+
+    with LLM(model, config=config(roomy=True)) as plain:
+        expected = [plain.generate([ids], [each])[0].token_ids for ids, each in zip(asked, params, strict=True)]
+    first = store()
+    with LLM(model, config=config(), store=first) as engine:
+        some = rng.sample(range(6), 3)
+        engine.generate([asked[i] for i in some], [params[i] for i in some])
+        assert first.wait_stored(10)
+        keys = list(dict.fromkeys(key for i in some for key in first.keys(asked[i])))
+    with Client(daemon.socket) as client:
+        space = client.open(names)
+        space.flush(keys)
+        if rng.random() < 0.3 and keys:
+            space.delete([rng.choice(keys)])
+        if rng.random() < 0.5:
+            push_out(space, rng)
+    again = store()
+    with LLM(model, config=config(), store=again) as engine:
+        warm = engine.generate(asked, params)
+        assert [output.token_ids for output in warm] == expected, f"seed {seed}"
+        assert again.wait_stored(10)
+        engine.core.step()
+        engine.core.check_idle()
+    return Counter(again.stats()["counters"])
+
+
+@pytest.mark.parametrize("lives", [8, pytest.param(300, marks=pytest.mark.slow)])
+def test_random_engines_answer_warm_as_cold(layered: DaemonProcess, lives: int) -> None:
+    seed = int(os.environ.get("FOREBAY_SEED", random.SystemRandom().randrange(1 << 32)))
+    print(f"replay with FOREBAY_SEED={seed}")
+    counted: Counter[str] = Counter()
+    for life in range(lives):
+        counted += a_life(layered, seed + life)
+    assert counted["loaded_blocks_ram"] + counted["loaded_blocks_ssd"] > lives
+    if lives > 100:  # of RAM and disk both, or the test has lost its point
+        assert counted["loaded_blocks_ssd"] > 10 and counted["loaded_blocks_ram"] > 10 and counted["load_holes_blocks"]
+    layered.audit()
