@@ -194,32 +194,30 @@ class Deleting:
 
 @pytest.mark.parametrize("trouble", ["kill", "stall"])
 def test_a_daemon_in_trouble_under_load_fails_no_request(tmp_path: Path, trouble: str) -> None:
-    rng = random.Random(7)
-    asked = [prompts(rng.randrange(4), 1)[0] for _ in range(120)]
+    asked = [ids for seed in range(4) for ids in prompts(seed, 3)]
     greedy = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     with llm(None) as (engine, _):
         expected = [output.token_ids for output in engine.generate(asked, greedy)]
 
-    async def run(daemon: DaemonProcess, store: ForebayPrefixStore) -> list[tuple[int, ...]]:
+    async def run(daemon: DaemonProcess, store: ForebayPrefixStore) -> int:
         served = AsyncEngine(tiny_model(), config=CONFIG, store=store)
-        answers: dict[int, tuple[int, ...]] = {}
+        quiet, answered = asyncio.Event(), 0
 
-        async def one(index: int) -> None:
-            tokens: list[int] = []
-            async for output in served.generate(asked[index], greedy):
-                assert output.error is None
-                tokens += output.token_ids
-            answers[index] = tuple(tokens)
-            if index % 8 == 0:
-                await served.clear_cache()  # so that later ones ask the store again
-
-        async def client(first: int) -> None:
-            for index in range(first, len(asked), 8):
-                await one(index)
+        async def client(turn: int) -> None:
+            nonlocal answered
+            while not quiet.is_set():
+                turn = (turn + 1) % len(asked)
+                tokens: tuple[int, ...] = ()
+                async for output in served.generate(asked[turn], greedy):  # raises what fails a request
+                    tokens += output.token_ids
+                assert tokens == expected[turn]
+                answered += 1
+                if turn % 4 == 0:
+                    await served.clear_cache()  # so that later ones ask the store again
 
         async def disturb() -> None:
             for _ in range(3):
-                await asyncio.sleep(0.15)
+                await asyncio.sleep(0.3)
                 if trouble == "kill":
                     await asyncio.to_thread(daemon.kill)
                     await asyncio.sleep(0.1)
@@ -228,6 +226,8 @@ def test_a_daemon_in_trouble_under_load_fails_no_request(tmp_path: Path, trouble
                     daemon.signal(signal.SIGSTOP)
                     await asyncio.sleep(0.3)
                     daemon.signal(signal.SIGCONT)
+            await asyncio.sleep(0.3)
+            quiet.set()
 
         await asyncio.gather(disturb(), *(client(first) for first in range(8)))
         await asyncio.to_thread(store.wait_stored, 10)
@@ -235,11 +235,11 @@ def test_a_daemon_in_trouble_under_load_fails_no_request(tmp_path: Path, trouble
         await served.check_idle()
         assert served.healthy
         await served.close()
-        return [answers[index] for index in range(len(asked))]
+        return answered
 
     with DaemonProcess(tmp_path) as daemon:
         store = open_store(daemon.socket)
-        assert asyncio.run(run(daemon, store)) == expected
+        assert asyncio.run(run(daemon, store)) > 50
         counters = store.stats()["counters"]
         assert counters["loads"] and any("Daemon" in name for name in counters), counters
         daemon.at_base()
