@@ -95,8 +95,8 @@ class Session:
 
     @property
     def engine(self) -> Hashable:
-        """Who copies: the process on this machine, or the session where that can't be told."""
-        return self.id if self.remote else self.pid
+        """Who copies: the process on this machine; from elsewhere, where one engine has several sessions, who it says it is."""
+        return ("remote", self.principal.name, self.engine_id) if self.remote else self.pid
 
     def __hash__(self) -> int:
         return hash(self.id)
