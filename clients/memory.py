@@ -11,7 +11,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,15 +27,25 @@ _KEY_WORDS: Final = slice(2, 4)
 _NAMESPACE_WORDS: Final = slice(6, 8)
 
 
+class MapWatcher(Protocol):
+    """Told of every mapping that is read from, so that it can be registered with a device. Any thread may call it."""
+
+    def mapped(self, address: int, size_bytes: int) -> None: ...
+
+    def unmapping(self, address: int) -> None:
+        """The mapping is about to go."""
+
+
 class MappedExtent:
     """One extent, mapped for reading once something is read, and for writing once something is written.
 
     Two mappings, so that a consumer's stray write to a view is a fault in its own process, not another block's damage.
     """
 
-    def __init__(self, number: int, descriptor: int, size_bytes: int) -> None:
+    def __init__(self, number: int, descriptor: int, size_bytes: int, watcher: MapWatcher | None = None) -> None:
         """`descriptor` belongs to this object from now on."""
         self.number = number
+        self._watcher = watcher
         self.size_bytes = size_bytes
         self._fd = descriptor
         self._readable: mmap.mmap | None = None
@@ -54,6 +64,8 @@ class MappedExtent:
             populate(self.read_address, self.size_bytes)
             self.memory = memoryview(mapped)
             self._readable = mapped
+            if self._watcher is not None:
+                self._watcher.mapped(self.read_address, self.size_bytes)
 
     def map_writable(self) -> None:
         """Raises: PermissionError in a read-only domain."""
@@ -68,6 +80,8 @@ class MappedExtent:
     def close(self) -> bool:
         """Unmap. False while a view of it is held elsewhere: its memory goes with that view."""
         self.words = np.empty(0, np.uint64)
+        if self._watcher is not None and self._readable is not None:
+            self._watcher.unmapping(self.read_address)
         whole = True
         for view, mapped in ((self.memory, self._readable), (self.writable_memory, self._writable)):
             try:
@@ -85,8 +99,11 @@ class MappedExtent:
 class SharedMemory:
     """Everything one session has mapped."""
 
-    def __init__(self, *, board: int, board_bytes: int, extent_bytes: int, read_only: bool) -> None:
+    def __init__(
+        self, *, board: int, board_bytes: int, extent_bytes: int, read_only: bool, watcher: MapWatcher | None = None
+    ) -> None:
         """`board`: the board's descriptor, owned by this object from now on."""
+        self._watcher = watcher
         self.extent_bytes = extent_bytes
         self.read_only = read_only
         self._board_map = mmap.mmap(board, board_bytes, prot=mmap.PROT_READ)
@@ -104,7 +121,7 @@ class SharedMemory:
             if number in self.extents:
                 os.close(descriptor)  # another thread was quicker
             else:
-                self.extents[number] = MappedExtent(number, descriptor, self.extent_bytes)
+                self.extents[number] = MappedExtent(number, descriptor, self.extent_bytes, self._watcher)
 
     def map(self, places: npt.NDArray[np.void], *, writable: bool) -> None:
         """Map the extents that places lie in. Raises: PermissionError: writable in a read-only domain."""

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forebay.clients.copying import CopyThreads, default_copy_threads
-from forebay.clients.memory import NoMemory, SharedMemory, distinct_extents
+from forebay.clients.memory import MapWatcher, NoMemory, SharedMemory, distinct_extents
 from forebay.clients.network import Network
 from forebay.clients.transport import Pending, Transport
 from forebay.kvstore import wire
@@ -143,6 +143,7 @@ class ClientCore:
         tls: bool | str | Path | ssl.SSLContext | None = None,
         timeout_s: float = 5.0,
         copy_threads: int | None = None,
+        watcher: MapWatcher | None = None,
     ) -> None:
         """
         Args:
@@ -152,6 +153,7 @@ class ClientCore:
             tls: over TCP: True trusts the system's authorities, a path those of a PEM file; or a context of your own.
             timeout_s: deadline of every call that names none.
             copy_threads: threads that share the copying of large blocks, the caller's included; default 2.
+            watcher: told of shared memory as it is mapped and unmapped, such as to register it with a GPU.
         Raises: ValueError: no such address, or TLS on a Unix socket; OSError: the PEM file can't be read.
         """
         if timeout_s <= 0:
@@ -166,6 +168,7 @@ class ClientCore:
         self.timeout_s = timeout_s
         self.copy_threads = CopyThreads(default_copy_threads() if copy_threads is None else copy_threads)
         self.counters: Counter[str] = Counter()
+        self._watcher = watcher
         self._token = token_from_environment() if token is None else token
         self._pid = os.getpid()
         self._life: Life | None = None
@@ -259,6 +262,7 @@ class ClientCore:
             board_bytes=reply.board_bytes,
             extent_bytes=reply.extent_bytes,
             read_only=reply.read_only,
+            watcher=self._watcher,
         )
 
     def take_lane(self, deadline_s: float) -> Op[Lane]:
