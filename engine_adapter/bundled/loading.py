@@ -17,11 +17,10 @@ from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from forebay.clients import Namespace
 from forebay.engine_adapter.bundled.link import AnyNamespace
-from forebay.engine_adapter.bundled.pool import PoolBytes
+from forebay.engine_adapter.bundled.pool import Expected, SlotMemory
 from forebay.kvstore.objects import ObjectLayout
 
 _FIRST_PIECE_BYTES: Final = 2 << 20
@@ -32,7 +31,6 @@ _UNKNOWN, _READY, _HOLE = range(3)
 _RAM: Final = "ram"
 RESIDENT: Final = "resident"  # was in the engine's pool when the rest was matched
 _ANSWERS: Final = (None, True, False)
-_digest = xxhash.xxh3_64_intdigest
 
 
 class BlockLoad:
@@ -58,30 +56,17 @@ class BlockLoad:
     def stopped(self) -> bool:
         return self._stopped
 
-    def write(self, pool: PoolBytes, slot: int, payload: memoryview, expected: Expected | None) -> bool:
-        """Copy a payload into its slot and compare what then lies there, if asked to. False: it differs, or is cancelled."""
+    def write(self, pool: SlotMemory, slot: int, payload: memoryview, expected: Expected | None) -> bool:
+        """Copy a payload into its slot. False: it isn't what was expected, or the load is cancelled."""
         with self._copying:
             if self._stopped:
                 return False
-            pool.fill(slot, payload)
-            return expected is None or expected.hold(pool.view(slot))
+            return pool.fill(slot, payload, expected)
 
     def settle(self, i: int, good: bool) -> None:
         with self._copying:
             if not self._stopped:
                 self._states[i] = _READY if good else _HOLE
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Checksums that a payload's parts must have."""
-
-    layout: ObjectLayout
-    checksums: Sequence[int]
-
-    def hold(self, payload: memoryview) -> bool:
-        ranges = self.layout.part_ranges
-        return all(_digest(payload[a:b]) == sum_ for (a, b), sum_ in zip(ranges, self.checksums, strict=True))
 
 
 class Piece(Protocol):
@@ -119,7 +104,7 @@ class Loaded:
     corrupt: int = 0
 
 
-def run(load: BlockLoad, wanted: Wanted, namespace: AnyNamespace, pool: PoolBytes) -> Loaded:
+def run(load: BlockLoad, wanted: Wanted, namespace: AnyNamespace, pool: SlotMemory) -> Loaded:
     """Load what is wanted until all is settled, the deadline passes or it is cancelled. Raises: what the client raises."""
     began_s = time.perf_counter()
     done = Loaded(Counter(), 0.0)
@@ -153,7 +138,7 @@ def _take(
     first: int,
     piece: Piece,
     layout: ObjectLayout,
-    pool: PoolBytes,
+    pool: SlotMemory,
     done: Loaded,
     *,
     remote: bool,

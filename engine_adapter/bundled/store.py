@@ -24,7 +24,7 @@ from forebay.engine.prefix import EngineLoad, Load, Match, Store, Timings
 from forebay.engine_adapter.bundled import loading
 from forebay.engine_adapter.bundled.link import AnyClient, Link
 from forebay.engine_adapter.bundled.loading import RESIDENT, BlockLoad, Wanted
-from forebay.engine_adapter.bundled.pool import PoolBytes
+from forebay.engine_adapter.bundled.pool import SlotMemory, open_pool
 from forebay.engine_adapter.bundled.storing import Batch, Storer
 from forebay.kvstore.cost import PrefillFitter, PrefillModel
 from forebay.kvstore.errors import InvariantViolation
@@ -98,7 +98,7 @@ class ForebayPrefixStore:
         self._loaders = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="forebay-engine-load")
         self._loads: set[BlockLoad] = set()
         self._key_root: bytes | None = None
-        self._pool: PoolBytes | None = None
+        self._pool: SlotMemory | None = None
         self._storer: Storer | None = None
         self._finder.submit(self._meet)
 
@@ -106,7 +106,7 @@ class ForebayPrefixStore:
 
     def attach(self, pool: torch.Tensor) -> None:
         """Raises: ValueError: its slots are no blocks of this namespace."""
-        self._pool = PoolBytes(pool, self._layout)
+        self._pool = open_pool(pool, self._layout)
         most = max(self._pool.block_bytes, self._pool.block_bytes * self._pool.blocks // 4)
         self._storer = Storer(self._link, queue_bytes=min(self._queue_bytes, most))
 
@@ -316,17 +316,24 @@ def connect(
     token: str | None = None,
     tls: bool | str | Path | None = None,
     engine_id: str = "",
+    device: str = "cpu",
     **options: Any,
 ) -> ForebayPrefixStore:
     """A store over the daemon at `where`: a Unix socket's path, "tcp://host:port", "http://..."; None is the default socket.
 
     Returns at once, whether or not a daemon is there: it is looked for in the background, and again whenever it was away.
-    tls: over TCP, as in `Client`. options: as `ForebayPrefixStore` takes them.
+    tls: over TCP, as in `Client`. device: where the pool lies; with a GPU the daemon's memory is registered.
+    options: as `ForebayPrefixStore` takes them.
     """
 
     def make() -> AnyClient:
         if isinstance(where, str) and where.startswith(("http://", "https://")):
             return HttpClient(where, token=token, timeout_s=_MOST_WAIT_S)
-        return Client(where, token=token, tls=tls, engine_id=engine_id, timeout_s=_MOST_WAIT_S)
+        watcher = None
+        if not device.startswith("cpu"):
+            from forebay.engine_adapter.bundled.cuda import RegisteredExtents
+
+            watcher = RegisteredExtents()
+        return Client(where, token=token, tls=tls, engine_id=engine_id, timeout_s=_MOST_WAIT_S, watcher=watcher)
 
     return ForebayPrefixStore(facts, make, prior=prior, **options)

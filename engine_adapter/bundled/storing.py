@@ -14,7 +14,7 @@ from typing import Final
 
 from forebay.clients import PutResult
 from forebay.engine_adapter.bundled.link import Away, Link
-from forebay.engine_adapter.bundled.pool import PoolBytes
+from forebay.engine_adapter.bundled.pool import SlotMemory
 from forebay.kvstore.keys import token_words
 
 _TIMEOUT_S: Final = 5.0
@@ -51,7 +51,7 @@ class Storer:
     def queued_bytes(self) -> int:
         return self._queued
 
-    def submit(self, batch: Batch, pool: PoolBytes) -> BlockStore:
+    def submit(self, batch: Batch, pool: SlotMemory) -> BlockStore:
         """Store a batch soon, unless the queue is full or there is no daemon now."""
         handle = BlockStore()
         size = len(batch.slots) * pool.block_bytes
@@ -88,7 +88,7 @@ class Storer:
     def close(self) -> None:
         self._thread.shutdown(wait=True)
 
-    def _store(self, batch: Batch, pool: PoolBytes, handle: BlockStore, size: int) -> None:
+    def _store(self, batch: Batch, pool: SlotMemory, handle: BlockStore, size: int) -> None:
         try:
             result = self._put(batch, pool)
             self._link.worked()
@@ -105,8 +105,8 @@ class Storer:
             with self._lock:
                 self._queued -= size
 
-    def _put(self, batch: Batch, pool: PoolBytes) -> PutResult:
+    def _put(self, batch: Batch, pool: SlotMemory) -> PutResult:
         namespace = self._link.open(_TIMEOUT_S)
-        payloads = [pool.view(slot) for slot in batch.slots]
+        payloads = pool.payloads(batch.slots)
         words = token_words(batch.token_ids)
         return namespace.put(batch.keys, words, payloads, batch.parent, batch.first, timeout_s=_TIMEOUT_S)

@@ -17,7 +17,7 @@ import torch
 from forebay.clients import Client, Lease, Namespace
 from forebay.engine.prefix import EngineLoad, Load
 from forebay.engine_adapter.bundled import loading
-from forebay.engine_adapter.bundled.pool import PoolBytes
+from forebay.engine_adapter.bundled.pool import Expected, HostPool
 from forebay.kvstore.cost import PrefillModel
 from forebay.kvstore.secretfile import write_secret_file
 from forebay.server import auth
@@ -58,17 +58,17 @@ class Pause:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
-        self._left, fill = block, PoolBytes.fill
+        self._left, fill = block, HostPool.fill
 
-        def slow_fill(pool: PoolBytes, slot: int, payload: memoryview) -> None:
+        def slow_fill(pool: HostPool, slot: int, payload: memoryview, expected: Expected | None) -> bool:
             self._left -= 1
             if self._left == 0:
                 pool.view(slot)[: pool.block_bytes // 2] = bytes(pool.block_bytes // 2)
                 self.reached.set()
                 self.go_on.wait(10)
-            fill(pool, slot, payload)
+            return fill(pool, slot, payload, expected)
 
-        monkeypatch.setattr(PoolBytes, "fill", slow_fill)
+        monkeypatch.setattr(HostPool, "fill", slow_fill)
 
 
 def test_a_daemon_that_was_never_there_costs_nothing_and_is_found_when_it_comes(tmp_path: Path) -> None:
