@@ -114,7 +114,7 @@ class AsyncEngine:
         with self._wake:
             if self.closed:
                 raise EngineClosed("the engine is closed") from self._broken
-            waiting = self._stats.waiting + self._unseen
+            waiting = self._core.waiting + self._unseen  # as of now; the engine's thread looks again
             if waiting >= self._core.config.max_waiting:
                 raise QueueFull(waiting, self._core.config.max_waiting)
             self._unseen += 1

@@ -3,7 +3,7 @@
 A block is *free* (no content), *used* (sequences have references), *held* (only a store still reads it) or *cached* (full,
 found by its prefix key, nobody's). Computing and loading are the business of others; here is only who may touch what. A
 key can be *claimed* before its block is full: who needs the same one waits for the claimant instead of doing it twice.
-Always true: free + cached + used + held = all blocks, a block under a key never changes, free blocks are zero, and what is
+Always true: free + cached + used + held = all blocks, a block under a key never changes, free blocks are finite, and what is
 evicted is the block used longest ago among those that no block here continues.
 """
 

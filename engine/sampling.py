@@ -19,9 +19,7 @@ import torch
 from forebay.engine.outputs import TokenLogprobs
 from forebay.engine.params import SamplingParams
 
-_FIRST_CANDIDATES = (
-    256  # top-p looks at so many likeliest tokens, then at 16 times more, rather than sort 150,000 at once
-)
+_BINS, _BINS_PER_NAT = 4096, 64.0
 
 Floats = npt.NDArray[np.float64]
 
@@ -131,45 +129,43 @@ def _choose(logits: torch.Tensor, state: SamplerState) -> int:
     row -= row.max()
     with np.errstate(over="ignore"):  # a tiny temperature leaves the likeliest token alone: all others get -inf
         row /= params.temperature
-    ids, weights = _candidates(row, params)
+    ids = None
+    if 0 < params.top_k < row.size:
+        ids = np.sort(_likeliest(row, params.top_k))
+        row = row[ids]
+    weights = torch.from_numpy(row).exp().numpy()  # torch's is several times quicker than numpy's
+    if params.top_p < 1.0:
+        kept = _nucleus(row, weights, params.top_p)
+        ids, weights = (kept if ids is None else ids[kept]), weights[kept]
     if params.min_p > 0.0:
-        weights = np.where(weights >= params.min_p * weights.max(), weights, 0.0)
+        weights = np.where(weights >= params.min_p, weights, 0.0)  # the likeliest has weight 1
     sums = weights.cumsum()
-    # The last sum may be below what the draw needs by a rounding; then the last candidate with any weight is meant.
+    # The draw falls on the first token whose sum is above it; by rounding there may be none, then the last one is meant.
     drawn = int(np.searchsorted(sums, uniform(state.seed, state.generated) * sums[-1], side="right"))
-    drawn = min(drawn, int(np.flatnonzero(weights)[-1]))
+    if drawn == sums.size:
+        drawn = int(np.flatnonzero(weights)[-1])
     return drawn if ids is None else int(ids[drawn])
 
 
-def _candidates(row: Floats, params: SamplingParams) -> tuple[npt.NDArray[np.int64] | None, Floats]:
-    """Token ids that top-k and top-p leave and their unnormalised weights; ids None: all of the vocabulary, in order."""
-    if params.top_k == 0 and params.top_p == 1.0:
-        return None, np.exp(row)
-    if params.top_k:
-        ids = _likeliest(row, params.top_k)
-        weights = np.exp(row[ids])
-        return _nucleus(ids, weights, float(weights.sum()), params.top_p) or (ids, weights)
-    total = float(np.exp(row).sum())
-    size = _FIRST_CANDIDATES
-    while True:
-        ids = _likeliest(row, size)
-        weights = np.exp(row[ids])
-        if (found := _nucleus(ids, weights, total, params.top_p)) is not None:
-            return found
-        if size >= row.size:
-            return ids, weights
-        size *= 16
+def _nucleus(row: Floats, weights: Floats, top_p: float) -> npt.NDArray[np.int64]:
+    """The smallest set of likeliest tokens with the share `top_p`, of equal ones the lower id first; in the order of ids.
 
-
-def _nucleus(
-    ids: npt.NDArray[np.int64], weights: Floats, total: float, top_p: float
-) -> tuple[npt.NDArray[np.int64], Floats] | None:
-    """The fewest leading candidates with the share top_p of the total; None if all of them have less."""
-    sums = weights.cumsum()
-    if sums[-1] < top_p * total:
-        return None
-    count = int(np.searchsorted(sums, top_p * total, side="left")) + 1
-    return ids[:count], weights[:count]
+    row: logarithms of the weights, at most 0. Little is sorted: what all tokens below some weight have together can't be
+    missing for the share, and of the others only those are sorted that lie in one bin with the edge.
+    """
+    total = weights.sum()
+    ids = np.flatnonzero(weights >= (1.0 - top_p) * total / row.size)
+    row, weights = row[ids], weights[ids]
+    bins = np.minimum(row * -_BINS_PER_NAT, _BINS - 1).astype(np.int64)
+    sums = np.bincount(bins, weights, minlength=_BINS).cumsum()
+    need = min(top_p * total, sums[-1])
+    edge = int(np.searchsorted(sums, need))
+    keep = bins < edge
+    at_edge = np.flatnonzero(bins == edge)
+    at_edge = at_edge[np.lexsort((at_edge, -row[at_edge]))]
+    above = sums[edge - 1] if edge else 0.0
+    keep[at_edge[: int(np.searchsorted(above + weights[at_edge].cumsum(), need)) + 1]] = True
+    return ids[keep]
 
 
 def _likeliest(row: Floats, count: int) -> npt.NDArray[np.int64]:
