@@ -197,7 +197,8 @@ class Exchange:
         """These blocks were computed: publish and store them."""
         size = self._pool.block_tokens
         if indices[-1] >= len(seq.keys):
-            seq.keys = self.keys(seq.tokens, seq.params.cache_salt)
+            # It keeps those it has if the store can't say: its claims are under them.
+            seq.keys = self.keys(seq.tokens, seq.params.cache_salt) or seq.keys
         new = [i for i in indices if self.publish(seq, i)]
         if not seq.params.store:
             return
