@@ -93,7 +93,7 @@ class AsyncEngine:
         return self._broken is None
 
     def stats(self) -> EngineStats:
-        """As of the last step."""
+        """As of the last step, or what was asked for since."""
         return self._stats
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> None:
@@ -219,6 +219,7 @@ class AsyncEngine:
             self._unseen = 0
         for command in commands:
             command()
+            self._stats = core.stats()
         return not self._closing or (self._draining and core.has_work)
 
     def _add(self, request: Request, listener: _Listener) -> None:
