@@ -71,7 +71,8 @@ def opened(
                 head_groups=loaded.config.kv_heads,
             )
             prior = prefill_prior(loaded.config, config.device)
-            prefixes = connect(where, facts, prior=prior, engine_id=f"forebay-engine-{os.getpid()}")
+            engine_id = f"forebay-engine-{os.getpid()}"
+            prefixes = connect(where, facts, prior=prior, engine_id=engine_id, device=config.device)
             stack.callback(prefixes.close)
         engine = AsyncEngine(loaded.model, loaded.tokenizer, config, prefixes)
         try:
