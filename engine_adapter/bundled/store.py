@@ -34,7 +34,10 @@ from forebay.kvstore.objects import ObjectLayout
 from forebay.kvstore.plan import Plan, loadable_blocks, plan
 
 _SALT_TAG: Final = b"cache_salt\x00"
-_LEAST_WAIT_S, _MOST_WAIT_S = 0.05, 1.0  # for the daemon's answer to a match, which computing can't overtake anyway
+# For the daemon's answer to a match. The engine doesn't wait as long where computing is quicker; later than this the daemon is
+# taken to be in trouble and left alone, which a machine that is merely busy shouldn't bring about.
+_LEAST_WAIT_S, _MOST_WAIT_S = 0.25, 1.0
+_LEAST_LOAD_S: Final = 0.05
 _LOAD_THREADS: Final = 4
 _MOST_ASKED: Final = 4096  # matches that nobody fetched, of requests that went away
 _QUEUE_BYTES: Final = 256 << 20
@@ -255,12 +258,12 @@ class ForebayPrefixStore:
         words = token_words(token_ids)[: end * size]
         # Blocks that were resident may have gone when the load begins: they can be asked for, too.
         tiers = [RESIDENT] * resident + tiers
-        return Found(end, tiers, keys, words, made, busy_s + max(spared_s, _LEAST_WAIT_S))
+        return Found(end, tiers, keys, words, made, busy_s + max(spared_s, _LEAST_LOAD_S))
 
     def _begin_loading(self, namespace: Any, keys: Sequence[bytes], tiers: Sequence[str], timeout_s: float) -> None:
         """Have what lies below RAM brought up at once, while the engine finds slots for it."""
         if isinstance(namespace, Namespace) and any(tier != "ram" for tier in tiers):
-            namespace.prefetch(keys, timeout_s=max(timeout_s, _LEAST_WAIT_S))
+            namespace.prefetch(keys, timeout_s=max(timeout_s, _LEAST_LOAD_S))
             self._link.count("prefetches")
 
     def _load(self, load: BlockLoad, wanted: Wanted, made: Plan | None) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from forebay.engine_adapter.bundled import connect
 from forebay.kvstore.cost import PrefillModel
 from forebay.kvstore.errors import InvariantViolation
 from tests.daemon_process import ROOT, DaemonProcess, eventually, serving
-from tests.engine_adapter.bundled_tools import BT, CONFIG, SLOW, Engine, engine, facts, new_pool, prompt
+from tests.engine_adapter.bundled_tools import BT, CONFIG, SLOW, Engine, engine, facts, new_pool, prompt, settled
 
 DOORS = ["unix", "tcp", "http"]
 
@@ -98,10 +100,27 @@ def evict(namespace: Namespace, keys: list[bytes]) -> None:
         ids = prompt(1000 + seed, count)[:-1]
         others = namespace.keys(ids)
         namespace.put(others, ids, [bytes(size)] * count)
-        namespace.flush(others)
         if all(run.tier != "ram" for run in namespace.match(keys).runs):
             return
     pytest.fail("never evicted")
+
+
+def test_engines_that_load_the_same_blocks_at_once_cost_the_lower_tier_one_load(tmp_path: Path) -> None:
+    ids = prompt(43, 6)
+    with DaemonProcess(tmp_path, lower="slow") as slow, ExitStack() as stack:
+        engines = [stack.enter_context(engine(slow.socket)) for _ in range(3)]
+        with Client(slow.socket) as client:
+            keys = engines[0].keep(ids)
+            namespace = client.open(engines[0].store.facts)
+            assert namespace.flush(keys, timeout_s=10).durable == 6
+            evict(namespace, keys)
+        before = slow.stats()["tiers"]["below"]["loads"]
+        plans = [one.match(ids) for one in engines]
+        assert all(set(found.tiers) == {"below"} for found in plans)
+        loads = [one.store.load(found, 0, range(6)) for one, found in zip(engines, plans, strict=True)]
+        assert all(settled(load, 6) == [True] * 6 for load in loads)
+        assert all(one.holds(slot, key) for one in engines for slot, key in enumerate(keys))
+        assert slow.stats()["tiers"]["below"]["loads"] - before == 6
 
 
 def test_a_hole_is_reported_and_what_lies_behind_it_is_loaded_all_the_same(daemon: DaemonProcess) -> None:
