@@ -5,6 +5,7 @@ Always true: results come in the order of the prompts; one that fails is an outp
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -14,6 +15,7 @@ from forebay.engine.config import EngineConfig
 from forebay.engine.core import EngineCore
 from forebay.engine.detokenize import Decoder
 from forebay.engine.errors import EngineError
+from forebay.engine.loading import load_model
 from forebay.engine.outputs import CachedTokens, RequestOutput, RequestTimes, joined
 from forebay.engine.params import SamplingParams
 from forebay.engine.prefix import PrefixStore
@@ -29,18 +31,24 @@ class LLM:
     """A model with its engine, in the caller's thread. A context manager; `close` gives the store back.
 
     Args:
+        model: or what `load_model` finds it by: a folder, a GGUF file, a Hugging Face id; then its own tokenizer is used.
         tokenizer: needed for text prompts, texts and stop strings. store: the engine closes it.
+    Raises: ModelError, where the model is loaded here.
     """
 
     def __init__(
         self,
-        model: CausalModel,
+        model: CausalModel | str | os.PathLike[str],
         tokenizer: TextTokenizer | None = None,
         config: EngineConfig | None = None,
         store: PrefixStore | None = None,
     ) -> None:
+        config = config or EngineConfig()
+        if isinstance(model, str | os.PathLike):
+            loaded = load_model(model, config.precision, config.device, config.threads)
+            model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
         self._tokenizer = tokenizer
-        self.core = EngineCore(model, tokenizer, config or EngineConfig(), store)
+        self.core = EngineCore(model, tokenizer, config, store)
 
     def generate(
         self,
