@@ -241,6 +241,10 @@ def tell(precision: str, options: argparse.Namespace, out: Path, console: Consol
         fourth.stop()
         status.update(f"{precision}: judging the outputs")
         verdicts = {key: _verdicts(cold, runs[key], precision, options) for key in runs}
+    best = _told_logits(cold).topk(2).values
+    cold["top_two_gaps"] = [round(float(one - other), 6) for one, other in best]
+    for result in (answer, cold, *(run for some in runs.values() for run in some)):
+        del result["logprobs"], result["prompt_ids"]  # megabytes that no reader of the results misses
     for key in "bcde":
         if any(run["reuse"]["pool_tokens"] for run in runs[key]):
             raise DemoFailed(f"({key}): the engine's own pool had a share in it")

@@ -203,7 +203,9 @@ def main(about: str, tell: Tell, names: Mapping[str, str], goals: Mapping[str, M
         floor = options.floors.get(precision, 0.0)
         if speedup < floor:
             failures.append(f"{precision}: {speedup:.1f}x sooner, below {floor:g}x")
-    settings = {key: str(value) for key, value in vars(options).items()}
+    # Without what only says where things lie on this machine.
+    settings = {key: str(value) for key, value in vars(options).items() if key != "out"}
+    settings["model"] = Path(options.model).name
     document = {"environment": environment(), "options": settings, "summary": summaries, "raw": stories}
     (folder / "demo.json").write_text(json.dumps(document, indent=1))
     draw(folder / "demo.png", summaries)

@@ -131,6 +131,14 @@ class ApiServer:
     def url(self) -> str:
         return f"http://[{self._host}]:{self._port}" if ":" in self._host else f"http://{self._host}:{self._port}"
 
+    def routes(self) -> set[tuple[str, str]]:
+        """(method, path) of all of them, while it serves."""
+        assert self._runner is not None
+        routes = self._runner.app.router.routes()
+        return {
+            (route.method, route.resource.canonical) for route in routes if route.resource and route.method != "HEAD"
+        }
+
     async def drain(self, timeout_s: float) -> bool:
         """Refuse what is new, and wait for what has begun. Returns whether all of it ended in time."""
         self._draining = True

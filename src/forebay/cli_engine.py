@@ -231,7 +231,13 @@ def _config(
 @contextmanager
 def _opened(model: str, config: EngineConfig, store: str) -> Iterator[Opened]:
     from forebay import engine_wiring
+    from forebay.kvstore.address import parse_address
 
+    if store not in ("auto", "none", "embedded") and not store.startswith(("http://", "https://")):
+        try:
+            parse_address(store)
+        except ValueError as exc:
+            raise typer.BadParameter(str(exc), param_hint="--store") from exc
     with ExitStack() as stack:
         with _progress(f"loading {Path(model).name}") as progress:
             ready = stack.enter_context(engine_wiring.opened(model, config, store, progress))
@@ -252,7 +258,9 @@ def _progress(doing: str) -> Iterator[Callable[[int, int], None]]:
 @contextmanager
 def _reported() -> Iterator[None]:
     """Turn the errors a user can act on into a line and an exit code; let bugs show their traceback."""
+    from forebay.engine.errors import EngineError
     from forebay.engine.model_errors import ModelError
+    from forebay.engine.params import BadParams
 
     try:
         yield
@@ -260,7 +268,11 @@ def _reported() -> Iterator[None]:
         if (exc.name or "").partition(".")[0] not in EXTRA:
             raise
         _fail(f"the engine needs {exc.name}, which its extra brings: pip install 'forebay[engine]'")
-    except (ModelError, ForebayError) as exc:
+    except (ModelError, EngineError, ForebayError, BadParams) as exc:
+        _fail(str(exc))
+    except ValueError as exc:
+        if not hasattr(exc, "problems"):  # forebay.server.settings.BadSettings, of the embedded daemon
+            raise
         _fail(str(exc))
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:

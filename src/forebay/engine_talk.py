@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from rich.console import Console
@@ -66,17 +66,21 @@ async def _say(ready: Opened, ids: Sequence[int], params: SamplingParams) -> tup
     """Print an answer as it comes; Ctrl-C cuts it short. Returns it, and its last piece."""
     said: list[str] = []
     last: RequestOutput | None = None
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, stop.set)
-    try:
+
+    async def follow() -> None:
+        nonlocal last
         stream: Any = ready.engine.generate(ids, params)
         async with aclosing(stream):
             async for last in stream:
                 print(last.text, end="", flush=True)
                 said.append(last.text)
-                if stop.is_set():
-                    break
+
+    following = asyncio.create_task(follow())
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, following.cancel)
+    try:
+        with suppress(asyncio.CancelledError):
+            await following
     finally:
         loop.remove_signal_handler(signal.SIGINT)
     return "".join(said), last
