@@ -54,6 +54,7 @@ def namespace_facts(
         "theta": config.rope_theta,
         "scaling": dataclasses.asdict(config.rope_scaling) if config.rope_scaling else None,
     }
+    # The number goes up when a release computes other bits from the same weights.
     digest = hashlib.sha256(b"forebay engine model v1" + _canonical([weights_digest.hex(), shape])).digest()
     return NamespaceFacts(
         weights_digest=digest,

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import numpy as np
@@ -97,17 +97,16 @@ class Wanted:
 class Loaded:
     """What came of a load. blocks: by the tier they came from. lost: taken from under the copy. corrupt: wrong checksums."""
 
-    blocks: Counter[str]
-    seconds: float
+    blocks: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
     holes: int = 0
     lost: int = 0
     corrupt: int = 0
 
 
-def run(load: BlockLoad, wanted: Wanted, namespace: AnyNamespace, pool: SlotMemory) -> Loaded:
+def run(load: BlockLoad, wanted: Wanted, namespace: AnyNamespace, pool: SlotMemory, done: Loaded) -> None:
     """Load what is wanted until all is settled, the deadline passes or it is cancelled. Raises: what the client raises."""
     began_s = time.perf_counter()
-    done = Loaded(Counter(), 0.0)
     layout = namespace.layout()
     step, most = (max(1, size // layout.payload_bytes) for size in (_FIRST_PIECE_BYTES, _MOST_PIECE_BYTES))
     count, at = len(wanted.keys), 0
@@ -129,7 +128,6 @@ def run(load: BlockLoad, wanted: Wanted, namespace: AnyNamespace, pool: SlotMemo
     finally:
         load.cancel()
         done.seconds = time.perf_counter() - began_s
-    return done
 
 
 def _take(

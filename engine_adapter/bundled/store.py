@@ -22,8 +22,8 @@ import torch
 from forebay.clients import Client, HttpClient, Namespace, TierRun
 from forebay.engine.prefix import EngineLoad, Load, Match, Store, Timings
 from forebay.engine_adapter.bundled import loading
-from forebay.engine_adapter.bundled.link import AnyClient, Link
-from forebay.engine_adapter.bundled.loading import RESIDENT, BlockLoad, Wanted
+from forebay.engine_adapter.bundled.link import AnyClient, AnyNamespace, Link
+from forebay.engine_adapter.bundled.loading import RESIDENT, BlockLoad, Loaded, Wanted
 from forebay.engine_adapter.bundled.pool import SlotMemory, open_pool
 from forebay.engine_adapter.bundled.storing import Batch, Storer
 from forebay.kvstore.cost import PrefillFitter, PrefillModel
@@ -40,6 +40,8 @@ _LEAST_WAIT_S, _MOST_WAIT_S = 0.25, 1.0
 _LEAST_LOAD_S: Final = 0.05
 _LOAD_THREADS: Final = 4
 _MOST_ASKED: Final = 4096  # matches that nobody fetched, of requests that went away
+_STALE_S: Final = 10.0  # an answer that was left lying so long says little about now
+_ENOUGH_BYTES: Final = 1 << 20  # below, a load's time is its round trips', and says nothing about bandwidth
 _QUEUE_BYTES: Final = 256 << 20
 
 
@@ -62,6 +64,7 @@ class _Ask:
     """A match under way."""
 
     found: Found | None = None
+    known_s = 0.0
 
 
 class ForebayPrefixStore:
@@ -132,7 +135,8 @@ class ForebayPrefixStore:
             return _NOTHING
         name = (keys[-1], len(keys))
         ask = self._asked.get(name)
-        if ask is None:
+        if ask is None or (ask.found is not None and time.monotonic() - ask.known_s > _STALE_S):
+            self._asked.pop(name, None)
             if self._link.away:
                 self._link.count("miss_away")
                 return _NOTHING
@@ -218,13 +222,14 @@ class ForebayPrefixStore:
             self._link.trouble("open", exc)
 
     def _find(self, ask: _Ask, keys: Sequence[bytes], token_ids: Sequence[int], engine: EngineLoad) -> None:
+        found = _NOTHING
         try:
-            ask.found = self._decide(keys, token_ids, engine)
+            found = self._decide(keys, token_ids, engine)
         except Exception as exc:
             self._link.trouble("miss", exc)
         finally:
-            if ask.found is None:
-                ask.found = _NOTHING
+            ask.known_s = time.monotonic()
+            ask.found = found
 
     def _decide(self, keys: Sequence[bytes], token_ids: Sequence[int], engine: EngineLoad) -> Found:
         size, model, resident = self.facts.block_tokens, self._fitter.model, engine.resident_blocks
@@ -260,28 +265,32 @@ class ForebayPrefixStore:
         tiers = [RESIDENT] * resident + tiers
         return Found(end, tiers, keys, words, made, busy_s + max(spared_s, _LEAST_LOAD_S))
 
-    def _begin_loading(self, namespace: Any, keys: Sequence[bytes], tiers: Sequence[str], timeout_s: float) -> None:
+    def _begin_loading(
+        self, namespace: AnyNamespace, keys: Sequence[bytes], tiers: Sequence[str], timeout_s: float
+    ) -> None:
         """Have what lies below RAM brought up at once, while the engine finds slots for it."""
         if isinstance(namespace, Namespace) and any(tier != "ram" for tier in tiers):
             namespace.prefetch(keys, timeout_s=max(timeout_s, _LEAST_LOAD_S))
             self._link.count("prefetches")
 
     def _load(self, load: BlockLoad, wanted: Wanted, made: Plan | None) -> None:
+        done = Loaded()
         try:
             if load.stopped or self._pool is None:
                 return
             namespace = self._link.open(max(1e-3, load.deadline - time.monotonic()))
-            done = loading.run(load, wanted, namespace, self._pool)
+            loading.run(load, wanted, namespace, self._pool, done)
             self._link.worked()
-            self._tell(done, namespace, made)
+            self._tell_daemon(done, namespace)
         except Exception as exc:
             self._link.trouble("load", exc)
         finally:
             load.cancel()
             self._loads.discard(load)
+            self._count_load(done, made)
 
-    def _tell(self, done: loading.Loaded, namespace: Any, made: Plan | None) -> None:
-        count, blocks = self._link.count, done.blocks.total()
+    def _count_load(self, done: Loaded, made: Plan | None) -> None:
+        count = self._link.count
         for tier, some in done.blocks.items():
             count(f"loaded_blocks_{tier}", some)
             count(f"loaded_bytes_{tier}", some * self._layout.payload_bytes)
@@ -292,10 +301,13 @@ class ForebayPrefixStore:
         for name in ("holes", "lost", "corrupt"):
             if some := getattr(done, name):
                 count(f"load_{name}_blocks", some)
+
+    def _tell_daemon(self, done: Loaded, namespace: AnyNamespace) -> None:
+        blocks = done.blocks.total()
         if blocks and isinstance(namespace, Namespace):
-            # The daemon takes the speed of RAM from "load", so loads with another part in them have another name.
-            plain = set(done.blocks) == {"ram"} and not namespace.core.remote
             size = blocks * self._layout.payload_bytes
+            # The daemon takes the speed of RAM from "load", so loads that tell something else have another name.
+            plain = set(done.blocks) == {"ram"} and not namespace.core.remote and size >= _ENOUGH_BYTES
             namespace.report("load" if plain else "load_mixed", blocks=blocks, bytes=size, seconds=done.seconds)
 
     def _report(self, timings: Timings) -> None:

@@ -17,6 +17,7 @@ from forebay.clients import Client, Namespace
 from forebay.engine.config import RopeScaling
 from forebay.engine.prefix import EngineLoad, Timings
 from forebay.engine_adapter.bundled import connect
+from forebay.engine_adapter.bundled import store as module
 from forebay.kvstore.cost import PrefillModel
 from forebay.kvstore.errors import InvariantViolation
 from tests.daemon_process import ROOT, DaemonProcess, eventually, serving
@@ -215,6 +216,19 @@ def test_an_answer_is_given_once_and_asked_anew(daemon: DaemonProcess) -> None:
         assert one.match(ids).load_blocks == 3
 
 
+def test_an_answer_that_was_left_lying_is_asked_anew(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = prompt(44, 3)
+    with engine(daemon.socket) as one:
+        keys, load = one.store.keys(ids), EngineLoad(0, 0, len(ids), 0)
+        assert one.store.match(keys, ids, load) is None  # by a request that goes away
+        eventually(lambda: one.store._asked[(keys[-1], len(keys))].found, lambda found: found is not None)
+        one.keep(ids)
+        monkeypatch.setattr(module, "_STALE_S", -1.0)
+        assert one.store.match(keys, ids, load) is None
+        monkeypatch.undo()
+        assert one.match(ids).load_blocks == 3
+
+
 def test_loading_during_others_computing_costs_nothing(daemon: DaemonProcess) -> None:
     ids = prompt(39, 4)
     quick = PrefillModel(t0=0.0, a=2e-6, b=0.0)  # computes 4 blocks in 64 us, less than a load's first byte takes
@@ -265,8 +279,6 @@ def test_blocks_outside_the_plan_are_refused(daemon: DaemonProcess) -> None:
 
 
 def test_a_match_nobody_fetches_is_forgotten(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forebay.engine_adapter.bundled import store as module
-
     monkeypatch.setattr(module, "_MOST_ASKED", 4)
     with engine(daemon.socket) as one:
         for seed in range(50, 70):

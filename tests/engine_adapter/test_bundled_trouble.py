@@ -154,6 +154,7 @@ def test_a_daemon_killed_in_the_middle_of_a_load_leaves_right_blocks_or_holes(
         came = settled(load, 8)
         assert came[0] and not all(came)
         assert all(one.holds(slot, keys[slot]) for slot in range(8) if came[slot])
+        eventually(lambda: one.store.stats()["counters"].get("loaded_blocks_ram"), lambda told: told == sum(came))
         one.match(ids)  # a miss, or it is away: no exception and no wait either way
         running.start()
         eventually(lambda: one.store.stats()["away"], lambda away: not away)
