@@ -58,6 +58,7 @@ def load_model(
     needed = tensor_shapes(weights.config)
     check_shapes(weights.shapes, needed)
     tokenizer = load_tokenizer(found, weights)
+    linear = linear_for(precision, device)
     dtype = compute_dtype(precision)
     elements = sum(torch.Size(shape).numel() for shape in needed.values())
     file_bytes = sum(file.stat().st_size for file in weights.files)
@@ -75,7 +76,7 @@ def load_model(
         advance(file_bytes * tensor.numel() // elements)
         return tensor
 
-    model = Decoder(weights.config, take, linear_for(precision), dtype, device)
+    model = Decoder(weights.config, take, linear, dtype, device)
     digest = weights_digest(weights.config, weights.files, advance)
     if progress is not None:
         progress(total, total)

@@ -15,12 +15,11 @@ from torch.nn import functional
 from forebay.engine.batch import Batch
 from forebay.engine.config import ModelConfig
 from forebay.engine.ops.attention import Paged
-from forebay.engine.ops.linear import Linear
+from forebay.engine.ops.linear import Linear, MakeLinear
 from forebay.engine.ops.norm import rms_norm
 from forebay.engine.ops.rope import Rope, rotate
 
 TakeTensor = Callable[[str], torch.Tensor]  # by name, in the model's dtype
-MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]  # weight [out, in] and bias
 
 EMBED, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -107,9 +106,9 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             h = layer.qkv(rms_norm(x, layer.attention_norm, eps))
             h = self._attention(index, layer, h, cos, sin, paged)
-            x = x + layer.out(h)
+            x = layer.out(h).add_(x)
             gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, eps)).chunk(2, -1)
-            x = x + layer.down(functional.silu(gate) * up)
+            x = layer.down(functional.silu(gate).mul_(up)).add_(x)
         logits = self._head(rms_norm(x[batch.logit_rows], self._final_norm, eps))
         return logits if logits.dtype == torch.float64 else logits.float()
 
