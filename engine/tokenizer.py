@@ -130,6 +130,8 @@ def _from_folder(path: Path, eos: tuple[int, ...]) -> Tokenizer:
     if "ByteLevel" not in json.loads(backend.to_str())["decoder"].values():
         raise UnsupportedModel("tokenizer", f"{file} is no byte-level BPE")
     config = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
+    if backend.normalizer is None and str(config.get("tokenizer_class", "")).startswith("Qwen2Tokenizer"):
+        backend.normalizer = normalizers.NFC()  # that class brings it along, and folders made from GGUF don't say so
     special = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = config.get(name)

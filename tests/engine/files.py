@@ -19,8 +19,10 @@ TEMPLATE = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>
 
 
 def tiny_tokenizer(vocab_size: int) -> Tokenizer:
-    """Bytes that fit, one merge, and two special tokens at the end of the vocabulary."""
-    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet(), key=ord)[: vocab_size - 3], "th"]
+    """Printable bytes as far as they fit, one merge, and two special tokens at the end of the vocabulary."""
+    space, line_end = "Ġ", "Ċ"
+    alphabet = sorted({*pre_tokenizers.ByteLevel.alphabet()} - {space, line_end}, key=ord)
+    tokens = [space, line_end, *alphabet[: vocab_size - 5], "th"]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[("t", "h")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
