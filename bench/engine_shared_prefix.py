@@ -43,6 +43,8 @@ def timed(engine: LLM, prompts: list[list[int]], params: SamplingParams) -> tupl
 
 
 def loaded_bytes(store: Any) -> int:
+    while store.stats()["loading"]:  # counted when it has ended, just after its last block was told
+        time.sleep(1e-3)
     return sum(some for name, some in store.stats()["counters"].items() if name.startswith("loaded_bytes_"))
 
 

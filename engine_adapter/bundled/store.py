@@ -286,8 +286,8 @@ class ForebayPrefixStore:
             self._link.trouble("load", exc)
         finally:
             load.cancel()
-            self._loads.discard(load)
             self._count_load(done, made)
+            self._loads.discard(load)
 
     def _count_load(self, done: Loaded, made: Plan | None) -> None:
         count = self._link.count

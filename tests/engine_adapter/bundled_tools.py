@@ -78,8 +78,10 @@ class Engine:
         return found
 
     def load(self, found: Found, first: int, slots: Sequence[int]) -> list[bool]:
-        """Load and wait. Returns what became of each block."""
-        return settled(self.store.load(found, first, slots), len(slots))
+        """Load and wait, until it is counted. Returns what became of each block."""
+        came = settled(self.store.load(found, first, slots), len(slots))
+        eventually(lambda: self.store.stats()["loading"], lambda loading: loading == 0)
+        return came
 
     def holds(self, slot: int, key: bytes) -> bool:
         return torch.equal(self.pool[slot], block_of(self.pool, key))

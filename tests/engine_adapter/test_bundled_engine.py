@@ -26,7 +26,7 @@ from forebay.engine_adapter.bundled import ForebayPrefixStore, connect, namespac
 from forebay.kvstore.cost import PrefillModel
 from forebay.kvstore.identity import NamespaceFacts
 from forebay.kvstore.plan import Plan, plan
-from tests.daemon_process import MIB, DaemonProcess, serving
+from tests.daemon_process import MIB, DaemonProcess, eventually, serving
 from tests.engine.tiny import tiny_model
 
 BT = 8
@@ -59,8 +59,15 @@ def llm(where: Path | str | None, **options: Any) -> Iterator[tuple[LLM, Forebay
         yield engine, store
         if store is not None:
             assert store.wait_stored(10)
+            all_counted(store)
         engine.core.step()
         engine.core.check_idle()
+
+
+def all_counted(store: ForebayPrefixStore) -> dict[str, float]:
+    eventually(lambda: store.stats()["loading"], lambda loading: loading == 0)
+    counters: dict[str, float] = store.stats()["counters"]
+    return counters
 
 
 def prompts(seed: int, count: int = 6) -> list[list[int]]:
@@ -103,7 +110,7 @@ def check_warm(where: Path | str, seed: int, tier: str, **options: Any) -> None:
         warm = engine.generate(prompts(seed), PARAMS)
         assert same(cold(seed), warm)
         assert sum(output.cached_tokens.store for output in warm) >= 5 * BT
-        assert store.stats()["counters"][f"loaded_blocks_{tier}"] >= 5
+        assert all_counted(store)[f"loaded_blocks_{tier}"] >= 5
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +180,7 @@ def test_holes_are_computed_and_the_answer_is_the_cold_one(running: DaemonProces
         warm = engine.generate(prompts(6), PARAMS)
         assert match.deleted == 1
         assert same(cold(6), warm)
-        assert store.stats()["counters"]["load_holes_blocks"]
+        assert all_counted(store)["load_holes_blocks"]
         assert warm[0].cached_tokens.store >= 4 * BT  # what lies behind the hole was used, too
     running.at_base()
 
@@ -324,7 +331,7 @@ def a_life(daemon: DaemonProcess, seed: int) -> Counter[str]:
         assert again.wait_stored(10)
         engine.core.step()
         engine.core.check_idle()
-    return Counter(again.stats()["counters"])
+    return Counter(all_counted(again))
 
 
 @pytest.mark.parametrize("lives", [8, pytest.param(300, marks=pytest.mark.slow)])
