@@ -132,7 +132,7 @@ def serve(
             precision, pool_bytes, max_context, threads, block_tokens,
             max_sequences=max_sequences, max_waiting=max_waiting, step_tokens=step_tokens,
         )  # fmt: skip
-        with _opened(model, config, store) as ready:
+        with _opened(model, config, store, log_level="info") as ready:
             served = name or ready.loaded.name
 
             def said(url: str) -> None:
@@ -229,15 +229,17 @@ def _config(
 
 
 @contextmanager
-def _opened(model: str, config: EngineConfig, store: str) -> Iterator[Opened]:
+def _opened(model: str, config: EngineConfig, store: str, log_level: str = "warning") -> Iterator[Opened]:
     from forebay import engine_wiring
     from forebay.kvstore.address import parse_address
+    from forebay.server import logs
 
     if store not in ("auto", "none", "embedded") and not store.startswith(("http://", "https://")):
         try:
             parse_address(store)
         except ValueError as exc:
             raise typer.BadParameter(str(exc), param_hint="--store") from exc
+    logs.set_up(log_level, "text")
     with ExitStack() as stack:
         with _progress(f"loading {Path(model).name}") as progress:
             ready = stack.enter_context(engine_wiring.opened(model, config, store, progress))

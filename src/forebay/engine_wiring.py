@@ -25,7 +25,6 @@ from forebay.engine.loading import LoadedModel, load_model
 from forebay.engine_adapter.bundled import ForebayPrefixStore, connect, namespace_facts, prefill_prior
 from forebay.kvstore.errors import ClientError
 from forebay.kvstore.secretfile import read_secret_file
-from forebay.server import logs
 from forebay.server.notify import notify
 from forebay.serving import allow_descriptors
 
@@ -117,7 +116,6 @@ def serve(
     """Serve until a signal, then drain. `said`: called with the URL once it answers. Raises: OSError."""
     import uvloop
 
-    logs.set_up("info", "text")
     allow_descriptors()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(ready, model=model, keys=keys, host=host, port=port, drain_s=drain_s, said=said))

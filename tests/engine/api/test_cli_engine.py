@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,15 @@ from forebay import cli, engine_wiring
 from tests.engine.api.model_folder import VOCABULARY, save_tiny_model
 
 QUICK = ("--store", "none", "--precision", "fp32", "--block-tokens", "16", "--pool-bytes", "8MiB")
+
+
+@pytest.fixture(autouse=True)
+def restored_logger() -> Iterator[None]:
+    logger = logging.getLogger("forebay")
+    before = (logger.handlers[:], logger.level, logger.propagate)
+    yield
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
 
 
 @pytest.fixture(autouse=True)
