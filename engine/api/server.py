@@ -257,9 +257,9 @@ class ApiServer:
                 response = json_response(answers.whole(choices, usage(choices)))
         finally:
             self._in_flight -= 1
-            self._ends.append(time.monotonic())
             if not self._in_flight:
                 self._idle.set()
+        self._ends.append(time.monotonic())
         if (first := choices[0].last) is not None:
             self._metrics.completed(first.times.first_token_s, time.monotonic() - started)
         return response
