@@ -66,12 +66,17 @@ class Scheduler:
     def plan(self) -> tuple[list[Chunk], list[tuple[SequenceState, PoolExhausted]]]:
         """The next pass, decoding sequences first; and who can't go on at all, and is still to be removed."""
         self._exchange.poll_reading()
-        self._admit()
         for seq in list(self.running):
             if seq.blocks:  # not preempted by one before it
                 self._follow(seq)
             if seq.blocks:
                 self._room(seq)
+        # Only now: who starts must not get the room that those who run need, and lose it at once.
+        old = len(self.running)
+        self._admit()
+        for seq in self.running[old:]:
+            if seq.blocks:
+                self._follow(seq)
         now = self._clock()
         # Only one that is alone stalls: the one that runs, or the first that waits.
         failed = [
