@@ -49,13 +49,11 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """special: read special tokens' text as those tokens, as chats need it. Nothing is added in front."""
         backend = self._backend if special else self._plain
-        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
-        return ids
+        return _ids(backend, text, add_special_tokens=False)
 
     def encode_prompt(self, text: str) -> list[int]:
         """A plain prompt as the model expects it: special tokens are read, and its first token added if it has one."""
-        ids: list[int] = self._backend.encode(text).ids
-        return ids
+        return _ids(self._backend, text)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special)
@@ -105,6 +103,12 @@ class Tokenizer:
             return _environment().from_string(self.chat_template or "")
         except TemplateError as exc:
             raise DamagedModel(f"the model's chat template can't be read: {exc}") from exc
+
+
+def _ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    # As a batch of one, since only batches leave other threads running, which for a long text may be seconds.
+    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
 
 
 def load_tokenizer(path: Path, weights: Weights) -> Tokenizer:

@@ -200,8 +200,10 @@ class Completion(Generation, kw_only=True):
             return [self.prompt]
         if not self.prompt:
             raise bad_request("is empty", "prompt")
-        if _are_ids(self.prompt):
+        if type(self.prompt[0]) is int and _are_ids(self.prompt):
             return [self.prompt]
+        if len(self.prompt) * self.choices > MAX_CHOICES:  # before each is looked at
+            raise bad_request(f"prompts times n are at most {MAX_CHOICES}", "prompt")
         if all(isinstance(each, str) or (isinstance(each, list) and each and _are_ids(each)) for each in self.prompt):
             return self.prompt
         raise bad_request("is a string, a list of strings, a list of token ids, or a list of such lists", "prompt")

@@ -23,7 +23,7 @@ from aiohttp.typedefs import Handler
 from forebay.engine import errors as engine_errors
 from forebay.engine.api import errors
 from forebay.engine.api.answers import Answers, ChatAnswers, Choice, CompletionAnswers, usage
-from forebay.engine.api.bodies import MAX_CHOICES, Chat, Completion, Detokenize, Generation, Message, Tokenize, decode
+from forebay.engine.api.bodies import Chat, Completion, Detokenize, Generation, Message, Tokenize, decode
 from forebay.engine.api.errors import ApiError, bad_request, json_response
 from forebay.engine.api.keys import ApiKeys
 from forebay.engine.api.metrics import CONTENT_TYPE, ServerMetrics
@@ -41,6 +41,9 @@ MAX_BODY_BYTES: Final = 16 << 20
 BODY_SILENCE_S: Final = 10.0  # the longest in the middle of a body
 CLOSE_S: Final = 1.0
 LONG_TEXT: Final = 1 << 14  # characters, from which on the tokenizer works beside the event loop
+CHARACTERS_A_TOKEN: Final = 32  # of the context: longer texts aren't tokenized; languages and code have 2 to 5
+MESSAGE_CHARACTERS: Final = 16  # what a message weighs beside its text
+LONG_TEXTS: Final = 2  # tokenized at a time, since each may take hundreds of MB
 MAX_RETRY_AFTER_S: Final = 60
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -94,6 +97,7 @@ class ApiServer:
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._long_texts = asyncio.Semaphore(LONG_TEXTS)
         self._ends: deque[float] = deque(maxlen=32)  # when completions ended, for Retry-After
 
     async def start(self) -> None:
@@ -181,7 +185,7 @@ class ApiServer:
         if body.messages is not None:
             ids = await self._chat_ids(body.messages)
         else:
-            ids = await self._text_ids(body.prompt or "")
+            ids = await self._text_ids(body.prompt or "", "prompt")
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": self._engine.limit_tokens})
 
     async def _detokenize(self, request: web.Request) -> web.Response:
@@ -198,17 +202,16 @@ class ApiServer:
         body = await self._body(request, Completion)
         self._check_model(body.model)
         prompts = body.prompts()
-        if len(prompts) * body.choices > MAX_CHOICES:
-            raise bad_request(f"prompts times n are at most {MAX_CHOICES}", "prompt")
         choices: list[Choice] = []
         for number, prompt in enumerate(prompts):
             if isinstance(prompt, str):
-                ids, echo = await self._text_ids(prompt), prompt
+                ids, echo = await self._text_ids(prompt, "prompt"), prompt
             else:
                 self._check_ids(prompt, "prompt")
                 ids, echo = prompt, self._tokenizer.decode(prompt, skip_special=False) if body.echo else ""
             if not ids:
                 raise bad_request("is empty", "prompt")
+            self._new_tokens(body, len(ids))  # before the next one is looked at
             for _ in range(body.choices):
                 choices.append(Choice(len(choices), number, ids, echo if body.echo else ""))
         answers = CompletionAnswers(
@@ -360,20 +363,37 @@ class ApiServer:
             raise errors.unknown_model(self._model)
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
+        if len(ids) > self._engine.limit_tokens:
+            raise errors.context_length_exceeded(
+                f"the context takes {self._engine.limit_tokens} tokens, and here are {len(ids)}", param
+            )
         if not all(0 <= each < self._tokenizer.vocab_size for each in ids):
             raise bad_request(f"token ids are 0 to {self._tokenizer.vocab_size - 1}", param)
 
-    async def _text_ids(self, text: str) -> list[int]:
-        if len(text) < LONG_TEXT:
-            return self._tokenizer.encode_prompt(text)
-        return await asyncio.to_thread(self._tokenizer.encode_prompt, text)
+    async def _text_ids(self, text: str, param: str) -> list[int]:
+        return await self._tokenized(lambda: self._tokenizer.encode_prompt(text), len(text), param)
+
+    async def _tokenized(self, encode: Callable[[], list[int]], characters: int, param: str) -> list[int]:
+        """`encode` of a text of that length. Raises: ApiError: there is no point in trying."""
+        limit = self._engine.limit_tokens
+        if characters > limit * CHARACTERS_A_TOKEN:
+            raise errors.context_length_exceeded(
+                f"the context takes {limit} tokens, so texts of up to {limit * CHARACTERS_A_TOKEN} characters are read: "
+                f"this one has {characters}",
+                param,
+            )
+        if characters < LONG_TEXT:
+            return encode()
+        async with self._long_texts:
+            return await asyncio.to_thread(encode)
 
     async def _chat_ids(self, messages: list[Message]) -> list[int]:
+        if len(messages) > self._engine.limit_tokens:
+            raise errors.context_length_exceeded("there are more messages than the context takes tokens", "messages")
         plain = [message.plain(index) for index, message in enumerate(messages)]
+        characters = sum(MESSAGE_CHARACTERS + sum(map(len, message.values())) for message in plain)
         try:
-            if sum(len(message["content"]) for message in plain) < LONG_TEXT:
-                return self._tokenizer.encode_chat(plain)
-            return await asyncio.to_thread(self._tokenizer.encode_chat, plain)
+            return await self._tokenized(lambda: self._tokenizer.encode_chat(plain), characters, "messages")
         except NoChatTemplate as exc:
             message = "this model has no chat template: ask /v1/completions"
             raise bad_request(message, "messages", "no_chat_template") from exc

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,26 @@ def test_special_text_is_a_token_only_where_asked() -> None:
     spelled = made.encode(text)
     assert len(spelled) > 1 and 127 not in spelled
     assert made.decode([127]) == "" and made.decode([127], skip_special=False) == text
+
+
+def test_a_long_text_leaves_other_threads_running() -> None:
+    made = tokenizer()
+    gaps, ended = [0.0], threading.Event()
+
+    def tick() -> None:
+        last = time.perf_counter()
+        while not ended.wait(0.001):
+            gaps.append(time.perf_counter() - last)
+            last += gaps[-1]
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    started = time.perf_counter()
+    made.encode_prompt("that " * 400_000)
+    took = time.perf_counter() - started
+    ended.set()
+    ticking.join()
+    assert took < 0.1 or max(gaps) < took / 2
 
 
 def test_token_bytes_join_to_the_text() -> None:

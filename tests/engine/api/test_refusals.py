@@ -135,6 +135,25 @@ def test_a_prompt_over_the_context_says_so_in_openais_words(served: Served) -> N
     assert served.post("/v1/completions", PLAIN | {"prompt": [5] * 4000, "max_tokens": 96})[0] == 200
 
 
+def test_what_is_far_too_long_is_refused_before_it_is_tokenized(served: Served) -> None:
+    big = 15 << 20
+    for path, body, param in (
+        ("/tokenize", {"prompt": "a" * big}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * big}]}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "", "name": "a" * big}]}, "messages"),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": ""}] * 100_000}, "messages"),
+        ("/v1/completions", PLAIN | {"prompt": "The quick " * (1 << 20)}, "prompt"),
+        ("/v1/completions", PLAIN | {"prompt": ["a", "b" * big]}, "prompt"),
+        ("/v1/completions", PLAIN | {"prompt": [1] * 4_000_000}, "prompt"),
+        ("/detokenize", {"tokens": [1] * 4_000_000}, "tokens"),
+    ):
+        started = time.monotonic()
+        found = error(served.post(path, body), 400)
+        assert (found["code"], found["param"]) == ("context_length_exceeded", param)
+        assert time.monotonic() - started < 5
+    assert error(served.post("/v1/completions", PLAIN | {"prompt": [[1]] * 1_000_000}), 400)["param"] == "prompt"
+
+
 def test_unknown_models_paths_and_methods_have_their_status(served: Served) -> None:
     found = error(served.post("/v1/completions", PLAIN | {"model": SECRET}), 404)
     assert found["code"] == "model_not_found"
