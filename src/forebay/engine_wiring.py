@@ -100,13 +100,21 @@ def _where(store: str, stack: ExitStack) -> tuple[str | Path | None, str]:
 
 def api_keys(path: Path | None) -> list[str]:
     """Keys from the file at `path`, else the one that FOREBAY_ENGINE_API_KEYS_FILE names, one a line; with it
-    FOREBAY_ENGINE_API_KEY. Raises: ValueError: the file can't be read, or others may read it."""
-    found = [os.environ[API_KEY_VARIABLE]] if os.environ.get(API_KEY_VARIABLE) else []
+    FOREBAY_ENGINE_API_KEY. Raises: ValueError: the file can't be read, others may read it, or there is
+    no key where one was named."""
+    found = []
+    if (key := os.environ.get(API_KEY_VARIABLE)) is not None:
+        if not key.strip():  # whoever sets it wants keys: serving without would be the opposite
+            raise ValueError(f"{API_KEY_VARIABLE} is set and holds no key")
+        found.append(key)
     if path is None and os.environ.get(API_KEYS_FILE_VARIABLE):
         path = Path(os.environ[API_KEYS_FILE_VARIABLE])
     if path is not None:
         lines = read_secret_file(path).decode("utf-8", "replace").splitlines()
-        found += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        listed = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not listed:
+            raise ValueError(f"{path} holds no key")
+        found += listed
     return found
 
 

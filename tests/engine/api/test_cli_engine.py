@@ -101,6 +101,19 @@ def test_keys_that_others_may_read_are_refused(model_folder: Path, tmp_path: Pat
     assert done.exit_code == 2 and "chmod 600" in done.stderr and "sk-a" not in done.stderr
 
 
+def test_keys_that_were_named_and_are_not_there_do_not_mean_none(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# the keys go here\n\n")
+    file.chmod(0o600)
+    done = run("serve", str(model_folder), "--api-keys-file", str(file))
+    assert done.exit_code == 2 and "holds no key" in " ".join(done.stderr.replace("│", " ").split())
+    monkeypatch.setenv("FOREBAY_ENGINE_API_KEY", "")
+    done = run("serve", str(model_folder))
+    assert done.exit_code == 2 and "FOREBAY_ENGINE_API_KEY is set and holds no key" in done.stderr
+
+
 def test_a_taken_port_is_named_with_what_to_do(model_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = run("serve", str(model_folder), "--port", str(taken.getsockname()[1]), *QUICK)
