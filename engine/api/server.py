@@ -19,6 +19,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
+from aiohttp.web_protocol import RequestPayloadError
 
 from forebay.engine import errors as engine_errors
 from forebay.engine.api import errors
@@ -352,6 +353,8 @@ class ApiServer:
                     chunk = await request.content.readany()
             except TimeoutError:
                 raise errors.too_slow() from None
+            except (RequestPayloadError, HttpProcessingError) as exc:
+                raise bad_request("the body is not what its headers say", code="invalid_body") from exc
             if not chunk:
                 return decode(bytes(found), kind)
             found += chunk

@@ -128,6 +128,12 @@ def test_what_is_no_object_is_refused(served: Served, body: bytes, code: str | N
     assert error((status, found), 400)["code"] == code and headers["X-Content-Type-Options"] == "nosniff"
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_body_that_is_not_encoded_as_it_says_is_refused(served: Served, encoding: str) -> None:
+    status, found, _ = served.ask("/v1/chat/completions", b"abcde", {"Content-Encoding": encoding})
+    assert error((status, found), 400)["code"] == "invalid_body"
+
+
 def test_a_prompt_over_the_context_says_so_in_openais_words(served: Served) -> None:
     for change in ({"prompt": [5] * 4096}, {"prompt": [5] * 5000}, {"prompt": [5] * 4000, "max_tokens": 97}):
         found = error(served.post("/v1/completions", PLAIN | change), 400)
