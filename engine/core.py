@@ -24,6 +24,7 @@ from forebay.engine.errors import (
     DuplicateRequest,
     EngineClosed,
     EngineError,
+    PoolTooSmall,
     PromptTooLong,
     QueueFull,
     StepFailed,
@@ -276,6 +277,6 @@ def _make_pool(model: CausalModel, config: EngineConfig) -> BlockPool:
     block_bytes = torch.Size(shape).numel() * model.kv_dtype.itemsize
     blocks = config.pool_bytes // block_bytes if config.pool_blocks is None else config.pool_blocks
     if blocks < 1:
-        raise ValueError(f"the pool is smaller than one block of {block_bytes} bytes")
+        raise PoolTooSmall(block_bytes)
     tensor = pool_tensor(model.config, blocks, config.block_tokens, model.kv_dtype, config.device)
     return BlockPool(tensor, config.block_tokens)

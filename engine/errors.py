@@ -58,5 +58,13 @@ class PoolExhausted(EngineError):
     """No block came free in time, though nothing else runs: a store doesn't let go of the blocks it reads."""
 
 
+class PoolTooSmall(EngineError, ValueError):
+    """The memory set aside for blocks doesn't take one, of `block_bytes`."""
+
+    def __init__(self, block_bytes: int) -> None:
+        super().__init__(f"the pool is smaller than one block of {block_bytes} bytes")
+        self.block_bytes = block_bytes
+
+
 class EngineClosed(EngineError):
     """The engine was closed, by its owner or by an error of its own (then `__cause__`)."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 EXTRA = {"torch", "safetensors", "tokenizers", "gguf", "jinja2", "huggingface_hub"}
 EXIT_FAILED = 1
+THREADS_A_CORE = 4  # more only wait for each other
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -214,6 +215,9 @@ def _config(
 
     if precision not in get_args(Precision):
         raise typer.BadParameter(f"there are {', '.join(get_args(Precision))}", param_hint="--precision")
+    most = THREADS_A_CORE * (os.cpu_count() or 1)
+    if threads is not None and threads > most:
+        raise typer.BadParameter(f"this machine has {os.cpu_count()} cores: at most {most}", param_hint="--threads")
     try:
         size = parse_bytes(pool_bytes)
     except ValueError as exc:
