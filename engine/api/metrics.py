@@ -66,6 +66,7 @@ class ServerMetrics:
         stats = self._engine()
         table = asdict(stats)
         finished = table["counters"].pop("finished")
+        table["pool_blocks"] = table["blocks"].pop("total")  # no counter, as its name would make it
         yield from _families(table, PREFIX)
         requests = Metric(f"{PREFIX}_requests", "Requests by the reason they finished.", "counter")
         for reason, count in finished.items():

@@ -70,8 +70,8 @@ class Served:
             return sum(found[f"forebay_engine_{name}"] for name in names)
 
         found = eventually(self.metrics, lambda found: not busy(found), WAIT_S, self.log)
-        blocks = {name: found[f"forebay_engine_blocks_{name}"] for name in ("free", "cached", "total")}
-        assert blocks["free"] + blocks["cached"] == blocks["total"], blocks
+        blocks = {name: found[f"forebay_engine_{name}"] for name in ("blocks_free", "blocks_cached", "pool_blocks")}
+        assert blocks["blocks_free"] + blocks["blocks_cached"] == blocks["pool_blocks"], blocks
         return found
 
     def stop(self) -> int:

@@ -148,6 +148,7 @@ async def test_metrics_are_the_engines_own_numbers_and_the_stores(
         text = await response.text()
     for sample in (
         "forebay_engine_blocks_cached 4.0",
+        "# TYPE forebay_engine_pool_blocks gauge\nforebay_engine_pool_blocks 10.0",
         "forebay_engine_steps_total 7.0",
         "forebay_engine_prefill_seconds_total 1.5",
         'forebay_engine_requests_total{finish_reason="stop"} 3.0',
