@@ -2,6 +2,7 @@
 
 Layout of the block pool, everywhere: [blocks, head_groups, layers, 2, block_tokens, heads_per_group, head_dim], 0 is k and 1
 is v; so a block, and each head group of it, is one contiguous slice: the object that goes to the store, nothing is packed.
+What of a block isn't written yet is finite: attention may multiply it with 0.
 """
 
 from __future__ import annotations

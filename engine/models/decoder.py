@@ -21,6 +21,7 @@ from forebay.engine.ops.rope import Rope, rotate
 
 TakeTensor = Callable[[str], torch.Tensor]  # by name, in the model's dtype
 
+_ROW_STEP = 16
 EMBED, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -101,8 +102,9 @@ class Decoder:
     def forward(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
         config, eps = self.config, self.config.norm_eps
         paged = Paged(config, batch, pool)
-        cos, sin = self._rope.angles(batch.positions)
-        x = self._embed[batch.token_ids]
+        spare = self._spare_rows(len(batch.token_ids))
+        cos, sin = self._rope.angles(functional.pad(batch.positions, (0, spare)))
+        x = self._embed[functional.pad(batch.token_ids, (0, spare))]
         for index, layer in enumerate(self._layers):
             h = layer.qkv(rms_norm(x, layer.attention_norm, eps))
             h = self._attention(index, layer, h, cos, sin, paged)
@@ -112,10 +114,17 @@ class Decoder:
         logits = self._head(rms_norm(x[batch.logit_rows], self._final_norm, eps))
         return logits if logits.dtype == torch.float64 else logits.float()
 
+    def _spare_rows(self, rows: int) -> int:
+        """Rows to add, so that long batches have a multiple of `_ROW_STEP`: oneDNN keeps a kernel and its buffers for every
+        number of rows that it has met. [M] 1,000 mixed requests: 0.8 GB more memory, and since then 0.1.
+        """
+        return -rows % _ROW_STEP if self.kv_dtype is torch.bfloat16 and rows > _ROW_STEP else 0
+
     def _attention(
         self, index: int, layer: _Layer, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, paged: Paged
     ) -> torch.Tensor:
         config = self.config
+        rows = paged.rows
         qkv = qkv.view(-1, config.heads + 2 * config.kv_heads, config.head_dim)
         qk = qkv[:, : config.heads + config.kv_heads]
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -124,5 +133,7 @@ class Decoder:
                 (rms_norm(q, layer.q_norm, config.norm_eps), rms_norm(k, layer.k_norm, config.norm_eps)), dim=1
             )
         qk = rotate(qk, cos, sin)
-        paged.write(index, torch.cat((qk[:, config.heads :], qkv[:, config.heads + config.kv_heads :]), dim=1))
-        return paged.attend(index, qk[:, : config.heads])
+        kv = torch.cat((qk[:rows, config.heads :], qkv[:rows, config.heads + config.kv_heads :]), dim=1)
+        paged.write(index, kv)
+        found = paged.attend(index, qk[:rows, : config.heads])
+        return functional.pad(found, (0, 0, 0, qkv.shape[0] - rows)) if qkv.shape[0] > rows else found

@@ -7,6 +7,7 @@ the contiguous slice it is in the pool, nothing is done token by token; one toke
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from forebay.engine.batch import Batch, Span
 from forebay.engine.config import ModelConfig
@@ -14,6 +15,9 @@ from forebay.engine.config import ModelConfig
 # Tokens whose scores are held at once: [M] at 2,048 keys 64 and 128 are level, and 3 times as fast as torch's fused attention
 # on a CPU with bf16 products; with 256 the scores leave the caches.
 _ROWS = 64
+# Products are made in multiples of these: oneDNN keeps a kernel and its buffers for every shape that it has met. [M] 1,500
+# products of any shape take 0.9 GB.
+_ROW_STEP, _SEEN_STEP = 16, 64
 
 
 class Paged:
@@ -22,6 +26,7 @@ class Paged:
     def __init__(self, config: ModelConfig, batch: Batch, pool: torch.Tensor) -> None:
         blocks, groups, layers, _, size, heads, dim = pool.shape
         self._groups, self._heads, self._dim, self._size = groups, heads, dim, size
+        self.rows = len(batch.slots)
         self._share = config.heads // config.kv_heads  # query heads that read one KV head
         self._scale = dim**-0.5
         # Rows for index_select: a page is K or V of one block, layer and head group. A layer's pages lie 2 rows after
@@ -52,19 +57,33 @@ class Paged:
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """q: [tokens, heads, head_dim], of which head h reads KV head h // share. Returns [tokens, heads * head_dim]."""
-        q = (q * self._scale).view(q.shape[0], -1, self._share, self._dim).transpose(0, 1)
-        out = torch.empty((q.shape[1], q.shape[0], self._share, self._dim), dtype=q.dtype, device=q.device)
+        tokens = q.shape[0]
+        q = functional.pad(q * self._scale, (0, 0, 0, 0, 0, _ROW_STEP)).view(
+            tokens + _ROW_STEP, -1, self._share, self._dim
+        )
+        q = q.transpose(0, 1)
+        out = torch.empty((tokens, q.shape[0], self._share, self._dim), dtype=q.dtype, device=q.device)
         for span, pages in self._spans:
             kv = self._pages[2 * layer :].index_select(0, pages)
             kv = kv.view(2, self._groups, -1, self._heads, self._dim).transpose(2, 3).flatten(1, 2)
             k, v = kv[0].transpose(1, 2), kv[1]
             for first in range(0, span.count, _ROWS):
                 count = min(_ROWS, span.count - first)
-                rows, seen = slice(span.first + first, span.first + first + count), span.start + first + count
-                scores = torch.bmm(q[:, rows].reshape(len(k), -1, self._dim), k[:, :, :seen])
+                row, seen = span.first + first, span.start + first + count
+                # Rows and columns beyond are other tokens' or nobody's, all finite: nobody looks at the ones, and the
+                # others weigh nothing.
+                computed = 1 if count == 1 else _up(count, _ROW_STEP)
+                width = min(_up(seen, _SEEN_STEP), k.shape[2])
+                scores = torch.bmm(q[:, row : row + computed].reshape(len(k), -1, self._dim), k[:, :, :width])
+                if width > seen:
+                    scores[..., seen:] = float("-inf")
                 if count > 1:
-                    own = scores.view(len(k), count, self._share, seen)[..., seen - count :]
+                    own = scores.view(len(k), computed, self._share, width)[:, :count, :, seen - count : seen]
                     own.add_(self._later[:count, :, :count])
-                found = torch.bmm(scores.softmax(-1), v[:, :seen])
-                out[rows] = found.view(len(k), count, self._share, self._dim).transpose(0, 1)
-        return out.view(len(out), -1)
+                found = torch.bmm(scores.softmax(-1), v[:, :width]).view(len(k), computed, self._share, self._dim)
+                out[row : row + count] = found[:, :count].transpose(0, 1)
+        return out.view(tokens, -1)
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step

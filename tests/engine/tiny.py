@@ -49,10 +49,13 @@ def tiny_model(architecture: str = "qwen2", seed: int = 0, dtype: torch.dtype = 
     return Decoder(config, lambda name: weights[name].to(dtype), PlainLinear, dtype)
 
 
+UNWRITTEN = 1e4
+
+
 def tiny_pool(config: ModelConfig, blocks: int, block_tokens: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """One head group a KV head. Filled with NaN: what is read before it was written shows."""
+    """One head group a KV head. Filled with large numbers: what counts before it was written shows."""
     shape = (blocks, config.kv_heads, config.layers, 2, block_tokens, 1, config.head_dim)
-    return torch.full(shape, float("nan"), dtype=dtype)
+    return torch.full(shape, UNWRITTEN, dtype=dtype)
 
 
 def batch_of(
