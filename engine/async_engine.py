@@ -242,6 +242,7 @@ class AsyncEngine:
         _log.error("a step of the engine failed", exc_info=exc)
         error = StepFailed(f"the engine's step failed: {type(exc).__name__}")
         error.__cause__ = exc
+        core.count_failed_step()
         outputs = core.fail_all(error)
         core.pool.check()
         return outputs

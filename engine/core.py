@@ -239,6 +239,10 @@ class EngineCore:
         if reason is not None:
             self._counters.finished[reason] += 1
 
+    def count_failed_step(self) -> None:
+        """A step raised."""
+        self._counters.failed_steps += 1
+
     def fail_all(self, error: EngineError) -> list[RequestOutput]:
         """End every request with this error."""
         return [self._end(answer, "error", error) for answer in list(self._answers.values())]

@@ -58,8 +58,8 @@ class SamplingParams:
                 raise BadParams(name, f"is between {low:g} and {high:g}, not {value}")
         if not 0.0 < self.top_p <= 1.0:
             raise BadParams("top_p", f"is above 0 and at most 1, not {self.top_p}")
-        if not 0.0 < self.repetition_penalty <= 100.0:
-            raise BadParams("repetition_penalty", f"is above 0 and at most 100, not {self.repetition_penalty}")
+        if not 0.01 <= self.repetition_penalty <= 100.0:
+            raise BadParams("repetition_penalty", f"is between 0.01 and 100, not {self.repetition_penalty}")
         for name, least in (("max_tokens", 1), ("top_k", 0), ("min_tokens", 0)):
             if getattr(self, name) < least:
                 raise BadParams(name, f"is at least {least}, not {getattr(self, name)}")
@@ -67,5 +67,7 @@ class SamplingParams:
             raise BadParams("logprobs", f"is between 0 and 20, not {self.logprobs}")
         if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 64:
             raise BadParams("seed", "is an integer of 64 bits")
+        if len(self.stop_token_ids) > 256:
+            raise BadParams("stop_token_ids", "is at most 256 tokens")
         if len(self.stop) > 16 or not all(self.stop):
             raise BadParams("stop", "is at most 16 strings, none of them empty")

@@ -107,23 +107,28 @@ def _hash(a: int, b: int, use: int) -> int:
 
 
 def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled | None]:
-    """One token a row; None where the row is not finite. logits: [rows, vocabulary], float32 or float64."""
+    """One token a row; None where there is none to choose: the row is not finite, or not after its request's own penalties
+    and stop ids. logits: [rows, vocabulary], float32 or float64.
+    """
     finite = torch.isfinite(logits.sum(-1)).tolist()  # a NaN or an infinity anywhere stays one in the sum
     likeliest = logits.argmax(-1).tolist()
     answers: list[Sampled | None] = []
     for row, state in enumerate(states):
-        if not finite[row]:
-            answers.append(None)
-            continue
-        token_id = likeliest[row] if state.plain else _choose(logits[row], state)
-        answers.append(Sampled(token_id, _logprobs(logits[row], token_id, state.params.logprobs)))
+        token_id = None
+        if finite[row]:
+            token_id = likeliest[row] if state.plain else _choose(logits[row], state)
+        told = None if token_id is None else _logprobs(logits[row], token_id, state.params.logprobs)
+        answers.append(None if token_id is None else Sampled(token_id, told))
     return answers
 
 
-def _choose(logits: torch.Tensor, state: SamplerState) -> int:
+def _choose(logits: torch.Tensor, state: SamplerState) -> int | None:
     row: Floats = logits.detach().to("cpu", torch.float64, copy=True).numpy()
-    state.edit(row)
+    with np.errstate(over="ignore"):
+        state.edit(row)
     params = state.params
+    if not np.isfinite(row.max()):  # every token ends the answer and none may yet, or a penalty left the numbers' range
+        return None
     if params.temperature == 0.0:
         return int(row.argmax())
     row -= row.max()

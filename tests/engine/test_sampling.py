@@ -172,6 +172,16 @@ def test_a_row_that_is_not_finite_is_told_and_hurts_no_other(bad: float) -> None
         assert first is not None and second is None and third is not None
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("top_p", [0.5, 1.0])
+def test_a_request_that_leaves_itself_no_token_hurts_no_other(temperature: float, top_p: float) -> None:
+    rows = torch.ones(3, VOCABULARY)
+    fine = state_of(SamplingParams(temperature=temperature, top_p=top_p, top_k=5))
+    none = state_of(SamplingParams(temperature=temperature, top_p=top_p, top_k=5, min_tokens=1), stop=range(VOCABULARY))
+    first, second, third = sample(rows, [fine, none, fine])
+    assert first is not None and second is None and third is not None
+
+
 def test_extreme_temperatures_and_logits_draw_something_valid() -> None:
     rows = torch.tensor([[3e38, -3e38, 0.0], [1e-30, 0.0, -1e-30]], dtype=torch.float32)
     for temperature in (1e-300, 1e-5, 100.0):
@@ -188,7 +198,17 @@ def test_uniform_numbers_are_spread_evenly() -> None:
     assert ((counts - 500) ** 2 / 500).sum() < 50  # 19 degrees of freedom
 
 
-@pytest.mark.parametrize("bad", [{"temperature": math.nan}, {"top_p": 0.0}, {"max_tokens": 0}, {"stop": ("",)}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": math.nan},
+        {"top_p": 0.0},
+        {"max_tokens": 0},
+        {"stop": ("",)},
+        {"repetition_penalty": 5e-324},
+        {"stop_token_ids": tuple(range(257))},
+    ],
+)
 def test_params_that_exist_are_valid(bad: dict[str, object]) -> None:
     with pytest.raises(BadParams) as caught:
         SamplingParams(**bad)  # type: ignore[arg-type]
