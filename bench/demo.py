@@ -123,11 +123,11 @@ class EngineProcess:
 
     def empty_pool(self) -> None:
         """So that the next answer's prefix can come from the store only."""
-        self._wait_stored()
+        self.wait_stored()
         with _opener.open(self._request("/reset_prefix_cache", {}), timeout=REQUEST_LIMIT_S):
             pass
 
-    def _wait_stored(self) -> None:
+    def wait_stored(self) -> None:
         """Until the store has taken what it was given."""
         limit = time.monotonic() + STORED_LIMIT_S
         while (found := self._metrics()) and found["blocks_held"] + found["store_queued_bytes"] + found["running"]:
