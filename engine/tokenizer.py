@@ -66,6 +66,10 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id)
         return b"" if token is None else bytes(_BYTE_OF[char] for char in token if char in _BYTE_OF)
 
+    def check_template(self) -> None:
+        """Raises: DamagedModel: there is a chat template, and it can't be read."""
+        _ = self._template
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -101,7 +105,7 @@ class Tokenizer:
     def _template(self) -> Any:
         try:
             return _environment().from_string(self.chat_template or "")
-        except TemplateError as exc:
+        except (TemplateError, RecursionError) as exc:
             raise DamagedModel(f"the model's chat template can't be read: {exc}") from exc
 
 

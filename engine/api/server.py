@@ -29,7 +29,7 @@ from forebay.engine.api.errors import ApiError, bad_request, json_response
 from forebay.engine.api.keys import ApiKeys
 from forebay.engine.api.metrics import CONTENT_TYPE, ServerMetrics
 from forebay.engine.api.streaming import EventStream
-from forebay.engine.model_errors import NoChatTemplate
+from forebay.engine.model_errors import DamagedModel, NoChatTemplate
 from forebay.engine.outputs import RequestOutput
 from forebay.engine.params import SamplingParams
 from forebay.engine.stats import EngineStats
@@ -399,6 +399,9 @@ class ApiServer:
             return await self._tokenized(lambda: self._tokenizer.encode_chat(plain), characters, "messages")
         except NoChatTemplate as exc:
             message = "this model has no chat template: ask /v1/completions"
+            raise bad_request(message, "messages", "no_chat_template") from exc
+        except DamagedModel as exc:
+            message = "this model's chat template can't be read: ask /v1/completions"
             raise bad_request(message, "messages", "no_chat_template") from exc
         except BadChat as exc:
             raise bad_request("the model's chat template refuses these messages", "messages", "bad_chat") from exc

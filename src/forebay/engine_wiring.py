@@ -22,6 +22,7 @@ from forebay.engine.api.server import ApiServer
 from forebay.engine.async_engine import AsyncEngine
 from forebay.engine.config import EngineConfig
 from forebay.engine.loading import LoadedModel, load_model
+from forebay.engine.model_errors import DamagedModel
 from forebay.engine_adapter.bundled import ForebayPrefixStore, connect, namespace_facts, prefill_prior
 from forebay.kvstore.errors import ClientError
 from forebay.kvstore.secretfile import read_secret_file
@@ -59,6 +60,10 @@ def opened(
     with ExitStack() as stack:
         where, name = _where(store, stack)
         loaded = load_model(model, config.precision, config.device, config.threads, progress)
+        try:
+            loaded.tokenizer.check_template()
+        except DamagedModel as exc:  # completions need none
+            log.warning("chats will be refused", extra={"error": str(exc)})
         prefixes = None
         if where is not None:
             facts = namespace_facts(
@@ -95,6 +100,11 @@ def _where(store: str, stack: ExitStack) -> tuple[str | Path | None, str]:
         from forebay.embedded import EmbeddedDaemon
 
         return stack.enter_context(EmbeddedDaemon()).socket, "embedded in this process"
+    if not store.startswith(("http://", "https://")):
+        try:
+            Client(store, timeout_s=FIND_DAEMON_S).close()
+        except ClientError:
+            log.warning("nothing answers there yet: computing without a store until it does", extra={"store": store})
     return store, f"the daemon at {store}"
 
 

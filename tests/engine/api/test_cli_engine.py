@@ -117,6 +117,21 @@ def test_keys_that_were_named_and_are_not_there_do_not_mean_none(
     assert done.exit_code == 2 and "FOREBAY_ENGINE_API_KEY is set and holds no key" in done.stderr
 
 
+def test_a_store_where_nothing_answers_is_said_at_the_start(model_folder: Path, tmp_path: Path) -> None:
+    about = ("--max-tokens", "2", *QUICK, "--store", str(tmp_path / "none.sock"))
+    done = run("generate", str(model_folder), "One", *about)
+    assert done.exit_code == 0 and done.stderr.count("nothing answers there yet") == 1
+
+
+def test_a_broken_chat_template_is_said_at_the_start_and_refuses_chats_only(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "broken")
+    (model / "chat_template.jinja").write_text("{% for %}")
+    done = run("generate", str(model), "One", "--max-tokens", "2", *QUICK)
+    assert done.exit_code == 0 and "chats will be refused" in done.stderr
+    done = run("generate", str(model), "One", "--chat", *QUICK)
+    assert done.exit_code == 1 and "chat template can't be read" in done.stderr
+
+
 def test_a_taken_port_is_named_with_what_to_do(model_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = run("serve", str(model_folder), "--port", str(taken.getsockname()[1]), *QUICK)

@@ -18,6 +18,7 @@ from forebay.engine.api.server import ApiServer
 from forebay.engine.tokenizer import load_tokenizer
 from forebay.engine.weights import open_weights
 from tests.engine.api.fake_engine import FakeEngine
+from tests.engine.api.model_folder import save_tiny_model
 
 BODY: dict[str, Any] = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 4}
 STORE = {"counters": {"loaded_blocks_ssd": 5, "load_s": 0.5}, "away": False, "reasons": {"x": "words are no samples"}}
@@ -189,6 +190,20 @@ async def test_a_failing_handler_fails_one_request_and_shows_no_details(
     status, body = await ask(client)
     assert status == 500 and body["error"]["type"] == "server_error" and "NoneType" not in body["error"]["message"]
     assert "request failed" in caplog.text
+
+
+async def test_a_model_whose_chat_template_is_broken_refuses_chats_by_name(
+    engine: FakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = save_tiny_model(tmp_path / "m")
+    (model / "chat_template.jinja").write_text("{% for %}")
+    server = ApiServer(engine, load_tokenizer(model, open_weights(model)), model="m", keys=ApiKeys())
+    await server.start()
+    chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    async with aiohttp.ClientSession(server.url) as client, client.post("/v1/chat/completions", json=chat) as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (400, "no_chat_template")
+    await server.stop()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("key", ["short", "x" * 513, "has a space in it", "überlang-genug-aber"])
