@@ -7,6 +7,8 @@ sandbox. Always true: one tokenizer serves many threads, since nothing in it cha
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -91,8 +93,41 @@ class Tokenizer:
             raise BadChat(f"the chat template refuses these messages: {exc}") from exc
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """`render_chat`, then tokens. Raises: as it does."""
-        return self.encode(self.render_chat(messages, **options), special=True)
+        """`render_chat`, then tokens. Special tokens are the template's alone: their texts in messages are plain text, unless
+        the template changes such a text. Raises: as `render_chat` does."""
+        rendered = self.render_chat(messages, **options)
+        nonce = secrets.token_hex(16)  # that no message can hold
+        found: list[str] = []
+
+        def mark(match: re.Match[str]) -> str:
+            found.append(match[0])
+            return f"\ue000{nonce}:{len(found) - 1}\ue001"
+
+        marked = [
+            {
+                k: self._special_text.sub(mark, v) if k != "role" and isinstance(v, str) else v
+                for k, v in message.items()
+            }
+            for message in messages
+        ]
+        if not found:
+            return self.encode(rendered, special=True)
+        parts = re.split(f"\ue000{nonce}:([0-9]+)\ue001", self.render_chat(marked, **options))
+        parts[1::2] = (found[int(number)] for number in parts[1::2])
+        if "".join(parts) != rendered:
+            return self.encode(rendered, special=True)
+        plain = {text: self.encode(text) for text in set(found)}
+        between = self._backend.encode_batch_fast(parts[0::2], add_special_tokens=False)
+        ids: list[int] = list(between[0].ids)
+        for text, part in zip(parts[1::2], between[1:], strict=True):
+            ids += plain[text]
+            ids += part.ids
+        return ids
+
+    @cached_property
+    def _special_text(self) -> re.Pattern[str]:
+        texts = sorted((self._added[i].content for i in self.special_ids), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
