@@ -7,7 +7,7 @@ saved to and a server process started for it restores. Times are the client's, f
 restored slot the restore and that together. Starting a process and loading weights are in none, and a new process answers
 a short unrelated prompt first. Always true: it fails if a server computed more of the second turn than its cache should leave.
 
-    python bench/engine_warm.py --llama-server PATH [--rounds 3] [--out FILE]
+    python bench/engine_warm.py --llama-server PATH [--rounds 3] [--block-tokens 64] [--out FILE]
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from fetch_model import FOLDER_NAME, GGUF_NAME, cache_dir
 from forebay.bench_support import machine
 
 PRECISIONS = ("bf16", "int4")
-BLOCK_TOKENS = 64
 START_LIMIT_S = 120.0
 
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback: never through a proxy
@@ -143,7 +142,14 @@ def measure(options: argparse.Namespace, folder: Path, gguf: Path) -> dict[str, 
                 "--store",
                 str(daemon.socket),
             ]
-            given += ["--threads", str(options.threads), "--block-tokens", str(BLOCK_TOKENS), "--pool-bytes", "256MiB"]
+            given += [
+                "--threads",
+                str(options.threads),
+                "--block-tokens",
+                str(options.block_tokens),
+                "--pool-bytes",
+                "256MiB",
+            ]
             server = Forebay(precision, work / f"{precision}.log", given)
             stack.callback(server.stop)
             server.wait_ready()
@@ -161,7 +167,7 @@ def measure(options: argparse.Namespace, folder: Path, gguf: Path) -> dict[str, 
         peer = llama()
         for number in range(options.rounds):
             prompt = tokens(options.prompt_tokens)
-            whole = len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS
+            whole = len(prompt) // options.block_tokens * options.block_tokens
             for name, engine in engines.items():
                 keep(f"forebay {name}, cold", engine.ask(prompt, 0, store=True))
                 engine.wait_stored()
@@ -196,6 +202,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turns", type=int, default=3, help="second turns a round in the processes that stay")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--block-tokens", type=int, default=64, help="of Forebay's engines, 64 is their default")
     parser.add_argument("--prompt-tokens", type=int, default=2100)
     parser.add_argument("--added-tokens", type=int, default=30)
     parser.add_argument("--llama-server", type=Path, required=True, help="llama.cpp's llama-server")
