@@ -328,8 +328,8 @@ class ApiServer:
                 for choice in choices:
                     number = numbers[choice.prompt] = numbers.get(choice.prompt, -1) + 1
                     group.create_task(self._follow(choice, number, params, sink))
-        except* Exception as exc:
-            raise exc.exceptions[0] from None
+        except ExceptionGroup as failed:  # not except*: what is raised in one becomes a group again
+            raise failed.exceptions[0] from None
 
     async def _follow(
         self, choice: Choice, number: int, params: SamplingParams, sink: Callable[[Choice, RequestOutput], Any]
