@@ -80,7 +80,8 @@ class RightOfWay:
                 async with asyncio.timeout(MAX_WAIT_S):
                     await granted
             except TimeoutError:
-                self._running += 1  # late, and so without one: its copy counts all the same
+                if granted.cancelled():  # else one was given in the same step
+                    self._running += 1  # late, and so without one: its copy counts all the same
             except asyncio.CancelledError:
                 if granted.done() and not granted.cancelled():
                     self._next()  # given a turn and cancelled in the same step

@@ -72,6 +72,20 @@ async def test_a_wait_ends_even_if_no_turn_comes(monkeypatch: pytest.MonkeyPatch
     await drained(way)
 
 
+async def test_a_turn_that_comes_in_the_step_in_which_the_wait_ends_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(right_of_way, "_LEAST_TURN_S", 60.0)
+    monkeypatch.setattr(right_of_way, "MAX_WAIT_S", 0.0)  # runs out in the step after the wait begins
+    way = RightOfWay(at_once=1)
+    await way.turn("tenant", 1)
+    late = asyncio.create_task(way.turn("tenant", 1))
+    await asyncio.sleep(0)
+    way._next()  # the first one's turn and pause end now
+    (await late).end()
+    await drained(way)
+
+
 async def test_a_waiter_that_goes_away_takes_no_turn_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(right_of_way, "_LEAST_TURN_S", 60.0)
     way = RightOfWay(at_once=1)
