@@ -13,7 +13,6 @@ the first token, and from the first ask to the answer.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 from engine_tools import Traced, engine_of, random_prompt, real_model, store_of
 
-from forebay.bench_support import bench_daemon, collector_off, machine, percentile, rounded
+from forebay.bench_support import bench_daemon, collector_off, machine, percentile, rounded, tell
 from forebay.embedded import EmbeddedDaemon
 from forebay.engine.config import EngineConfig
 from forebay.engine.llm import LLM
@@ -113,9 +112,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result with raw samples there")
     options = parser.parse_args()
     result = measure(options)
-    print(json.dumps({name: value for name, value in result.items() if name not in ("details", "machine")}, indent=2))
-    if options.json is not None:
-        options.json.write_text(json.dumps(result) + "\n")
+    tell(result, options.json)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ the prefix in the pool already (`own`, their own work), all with it in the store
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 from engine_tools import engine_of, random_prompt, real_model, store_of
 
-from forebay.bench_support import BenchDaemon, machine, percentile, rounded
+from forebay.bench_support import BenchDaemon, machine, percentile, rounded, tell
 from forebay.engine.config import EngineConfig
 from forebay.engine.llm import LLM
 from forebay.engine.params import SamplingParams
@@ -137,9 +136,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result with raw samples there")
     options = parser.parse_args()
     result = measure(options)
-    print(json.dumps({name: value for name, value in result.items() if name not in ("details", "machine")}, indent=2))
-    if options.json is not None:
-        options.json.write_text(json.dumps(result) + "\n")
+    tell(result, options.json)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ Sequences decode greedily on a model that answers at once, so a step's time is t
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from forebay.bench_support import machine, percentile, rounded
+from forebay.bench_support import machine, percentile, rounded, tell
 from forebay.engine.batch import Batch
 from forebay.engine.config import EngineConfig, ModelConfig
 from forebay.engine.core import EngineCore
@@ -59,9 +58,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result with raw samples there")
     options = parser.parse_args()
     result = measure(options.sequences, options.steps)
-    print(json.dumps({name: value for name, value in result.items() if name not in ("details", "machine")}, indent=2))
-    if options.json is not None:
-        options.json.write_text(json.dumps(result) + "\n")
+    tell(result, options.json)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ and memory alone cost), stores of another tenant as fast as they go ("flood"), a
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import tempfile
 import threading
@@ -22,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from forebay.bench_support import bench_daemon, facts_for, machine, percentile, rounded
+from forebay.bench_support import bench_daemon, facts_for, machine, percentile, rounded, tell
 from forebay.clients import Client
 from forebay.kvstore.secretfile import write_secret_file
 from forebay.server import auth
@@ -165,9 +164,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result with raw samples there")
     options = parser.parse_args()
     result = measure(options)
-    print(json.dumps({name: value for name, value in result.items() if name not in ("details", "machine")}, indent=2))
-    if options.json is not None:
-        options.json.write_text(json.dumps(result) + "\n")
+    tell(result, options.json)
 
 
 if __name__ == "__main__":

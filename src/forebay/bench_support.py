@@ -211,3 +211,10 @@ def collector_off() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def tell(result: dict[str, Any], file: Path | None) -> None:
+    """Print a result without its raw samples, and write the whole of it to `file`, if one is given."""
+    print(json.dumps({name: value for name, value in result.items() if name not in ("details", "machine")}, indent=2))
+    if file is not None:
+        file.write_text(json.dumps(result) + "\n")
